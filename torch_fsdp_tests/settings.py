@@ -13,7 +13,7 @@ BACKEND_VARIABLE = "TORCH_FSDP_TESTS_BACKEND"
 RANKS_VARIABLE = "TORCH_FSDP_TESTS_RANKS"
 TIMEOUT_VARIABLE = "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"
 DEFAULT_TIMEOUT = 120  # seconds
-LONGEST_TIMEOUT = 7 * 86400  # seconds
+LONGEST_TIMEOUT = 7 * 86400  # seconds; a longer limit counts as this one, because some waits cannot be longer
 START_VARIABLE = "TORCH_FSDP_TESTS_START"
 STARTS = ("fork", "spawn")
 # A test fails if torch does not have a defect, or a fix, that its version should have.
@@ -180,7 +180,7 @@ def table() -> str:
 def timeout(environment: Mapping[str, str]) -> int:
     """The time limit for the ranks of a test in seconds. Raises :class:`ConfigurationError` for an invalid value."""
     text = environment.get(TIMEOUT_VARIABLE)
-    return whole(TIMEOUT_VARIABLE, text, LONGEST_TIMEOUT) if text else DEFAULT_TIMEOUT
+    return min(whole(TIMEOUT_VARIABLE, text, 10**9), LONGEST_TIMEOUT) if text else DEFAULT_TIMEOUT
 
 
 def start(environment: Mapping[str, str]) -> str | None:

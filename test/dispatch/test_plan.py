@@ -600,9 +600,9 @@ class TestOptions(unittest.TestCase):
                 self.assertIn(words, self.rejected(*arguments))
         for name, text, words in (
             ("TORCH_FSDP_TESTS_RANKS", "x", "a whole number from 1 to 65536"),
-            ("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "abc", "a whole number from 1 to 604800"),
-            ("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "30.5", "a whole number from 1 to 604800"),
-            ("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "0", "a whole number from 1 to 604800"),
+            ("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "abc", "a whole number from 1 to 1000000000"),
+            ("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "30.5", "a whole number from 1 to 1000000000"),
+            ("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "0", "a whole number from 1 to 1000000000"),
             ("TORCH_FSDP_TESTS_START", "nope", "it must be fork or spawn"),
         ):
             with self.subTest(name=name, text=text):

@@ -10,10 +10,16 @@ from typing import Any
 from unittest import SkipTest, mock
 
 import torch
-from samples import under_test
+from samples import Processes, Threads, class_with, under_test
 
 from torch_fsdp_tests import common_distributed
-from torch_fsdp_tests.common_distributed import at_most, requires_capability, requires_nccl, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import (
+    MultiProcContinuousTest,
+    at_most,
+    requires_capability,
+    requires_nccl,
+    skip_if_lt_x_gpu,
+)
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.device import accelerator, accelerator_probe, machine, vendors
 from torch_fsdp_tests.device.accelerator import Accelerator, ConfigurationError
@@ -375,6 +381,31 @@ class TestRequirements(TestCase):
         self.assertIn("needs 4 xpu devices", self.reason(skip_if_lt_x_gpu(4), CLUSTER))
         self.assertEqual(self.reason(skip_if_lt_x_gpu(4), HOST), "ran")
         self.assertIn("the device under test is the CPU", self.reason(skip_if_lt_x_gpu(4, allow_cpu=False), HOST))
+
+    def test_ranks_of_a_class_that_has_one_for_each_device(self):
+        """Where there is one device, or the CPU, a test for two devices skips. Threads need no device of their own."""
+        wants = {CLUSTER: "ran", HOST: "needs 2 or more ranks, but the world size of T is 1 here"}
+        for base in (Processes, Threads, MultiProcContinuousTest):
+            for device, want in wants.items():
+                cls, _ = class_with(skip_if_lt_x_gpu(2), base=base)
+                cls.world_size = 1
+                with self.subTest(base=base, device=device), under_test(device):
+                    self.assertEqual(self.set_up(cls), want)
+                    cls.world_size = 2
+                    self.assertEqual(self.set_up(cls), "ran")
+        cls.world_size = 0
+        with under_test(HOST):
+            self.assertIn("the world size of T is 0 here", self.set_up(cls))
+
+    def set_up(self, cls: Any) -> str:
+        """Set up the test of a class, as far as its requirements. Returns why it skips."""
+        case = cls("test_x")
+        self.addCleanup(case.doCleanups)
+        try:
+            case._ask_requirements(cls.world_size)
+        except SkipTest as skip:
+            return str(skip)
+        return "ran"
 
     def test_capability(self):
         self.assertEqual(self.reason(requires_capability("streams"), CLUSTER), "ran")

@@ -16,6 +16,7 @@ from typing import Any
 
 from runs import INPUTS, Run
 
+from torch_fsdp_tests import settings
 from torch_fsdp_tests.common_distributed import MultiProcessTestCase
 from torch_fsdp_tests.common_distributed.case import get_timeout, run_in_rank
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests, subtest
@@ -356,7 +357,7 @@ class TestConfiguration(TestCase):
             ("TORCH_FSDP_TESTS_RANKS", "0", "give a whole number from 1 to 65536"),
             ("TORCH_FSDP_TESTS_RANKS", "many", "give a whole number from 1 to 65536"),
             ("TORCH_FSDP_TESTS_RANKS", "1" * 9999, "is '1{40}': give a whole number from 1 to 65536"),
-            ("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "abc", "is 'abc': give a whole number from 1 to 604800"),
+            ("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "abc", "is 'abc': give a whole number from 1 to 1000000000"),
             ("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "30.5", "is '30.5': give a whole number"),
             ("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "0", "is '0': give a whole number"),
             ("TORCH_FSDP_TESTS_START", "sideways", "it must be fork or spawn"),
@@ -367,6 +368,15 @@ class TestConfiguration(TestCase):
         with unittest.mock.patch.dict(os.environ, {variable: value}):
             with self.assertRaisesRegex(accelerator.ConfigurationError, words):
                 accelerator.current(), server.start_method(), get_timeout("")
+
+    def test_longest_limit(self):
+        """No wait of Python or of torch overflows."""
+        longest = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "1000000000"}
+        with unittest.mock.patch.dict(os.environ, longest):
+            self.assertEqual(get_timeout(""), settings.LONGEST_TIMEOUT)
+        names = ("ProcessMeeting.test_groups_end_together", "ThreadFsdp.test_a_passes", "StayingFsdp.test_a_passes")
+        done = Run(FAULTS, *names, **longest).end()
+        self.assertEqual(done.outcomes, dict.fromkeys(names, "ok"), done.text)
 
     def test_spawned_ranks(self):
         """If forking is not possible, every rank is a fresh interpreter, with the same verdicts."""

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import unittest
 import unittest.mock
 from importlib import import_module
@@ -14,6 +15,7 @@ from sources import PACKAGE, TESTS_OF_FSDP, trees
 from torch_fsdp_tests import UPSTREAMS
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import (
+    TEST_SKIPS,
     DistributedTestBase,
     DynamoDistributedMultiProcTestCase,
     MultiProcessTestCase,
@@ -113,6 +115,17 @@ class TestProcesses(MultiProcessTestCase):
     @requires_world_size(2)
     def test_requires_world_size(self):
         self.assertEqual(vars(type(self).test_requires_world_size)["_required_world_size"], 2)
+
+
+class TestSkipCodes(TestCase):
+    """Without it, a rank that skips with a code of upstream could fail here, or skip with another reason."""
+
+    def test_every_code_of_the_installed_torch_is_here(self):
+        source = Path(torch.__file__).with_name("testing") / "_internal" / "common_distributed.py"
+        upstreams = re.findall(r'"([\w-]+)": TestSkip\(\s*(\d+)', source.read_text())
+        self.assertGreater(len(upstreams), 15)
+        codes = [(name, str(skip.exit_code)) for name, skip in TEST_SKIPS.items()]
+        self.assertEqual(set(upstreams) - set(codes), set())
 
 
 class TestBase(DistributedTestBase):

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from torch_fsdp_tests import settings
-from torch_fsdp_tests.common_distributed.requirements import SKIP_CODES, requirements_of, skip_unless
+from torch_fsdp_tests.common_distributed.requirements import at_least_x_gpu, requirements_of, skip_codes, skip_unless
 from torch_fsdp_tests.common_distributed.subtests import run_subtests
 from torch_fsdp_tests.common_utils import TestCase, defect_blocks, state
 from torch_fsdp_tests.common_utils.testcase import is_ours, subtest_words
@@ -58,10 +58,15 @@ TIMEOUT_OVERRIDE: dict[str, int] = {}  # seconds by test name, for the few that 
 def get_timeout(test_id: str) -> int:
     """The time limit for a test's ranks in seconds, counted from their fork. ``test_id`` is that of the test case.
 
-    Differs from upstream's: the default is 120 and not 300, and the environment is read at each call. Raises
-    :class:`~torch_fsdp_tests.settings.ConfigurationError` for an invalid ``DISTRIBUTED_TESTS_DEFAULT_TIMEOUT``.
+    It is that of :data:`TIMEOUT_OVERRIDE`, or the default: that of the environment, unless a test file has set
+    ``common_distributed.TIMEOUT_DEFAULT``. Differs from upstream's: the default is 120 and not 300, and both are read
+    at each call. Raises :class:`~torch_fsdp_tests.settings.ConfigurationError` for an invalid
+    ``DISTRIBUTED_TESTS_DEFAULT_TIMEOUT``.
     """
-    return TIMEOUT_OVERRIDE.get(test_id.split(".")[-1], settings.timeout(os.environ))
+    package: Any = sys.modules[__package__]  # test files assign to its globals
+    is_set = package.TIMEOUT_DEFAULT != TIMEOUT_DEFAULT
+    default = package.TIMEOUT_DEFAULT if is_set else settings.timeout(os.environ)
+    return min(package.TIMEOUT_OVERRIDE.get(test_id.split(".")[-1], default), settings.LONGEST_TIMEOUT)
 
 
 class _Tally(threading.local):
@@ -121,7 +126,7 @@ def run_all(steps: Iterable[Callable[[], object]]) -> None:
 
 def is_skip(error: BaseException) -> bool:
     if isinstance(error, SystemExit):
-        return host.exit_status(error) in SKIP_CODES
+        return host.exit_status(error) in skip_codes()
     return isinstance(error, unittest.SkipTest)
 
 
@@ -262,10 +267,11 @@ class RankTestCase(TestCase):
         self._conclude(group.wait(limit), limit)
         self._close(group)
 
-    def _ask_requirements(self, world_size: int) -> None:
+    def _ask_requirements(self, world_size: int, devices: int | None = None) -> None:
         """Check what can be checked before any rank starts. Raises ``SkipTest``, or an error for an impossible world
-        size or an unsupported hook of upstream's harness.
+        size or an unsupported hook of upstream's harness. ``devices`` is how many the ranks need, if they share them.
         """
+        devices = world_size if devices is None else devices
         for owner in type(self).__mro__:
             is_written = not (is_ours(owner) or _is_torchs(owner))
             for name in self._unsupported_hooks.keys() & (vars(owner) if is_written else {}).keys():
@@ -273,19 +279,27 @@ class RankTestCase(TestCase):
                 instead = self._unsupported_hooks[name]
                 words = f"{hook} has no effect here, because only upstream's harness uses it: {instead}"
                 raise_verdict(Verdict(State.ERROR, words, Phase.FIXTURE))
-        if world_size < 1:
+        if world_size < 1 and not self._lacks_ranks(world_size):
             stated = f"{type(self).__qualname__} has a world size of {world_size}"
             raise_verdict(Verdict(State.ERROR, f"{stated}: set its world_size to 1 or more", Phase.FIXTURE))
-        events.need(world_size)  # also of a test that skips here: another device may run it
-        accelerator.expect(world_size)
+        events.need(devices)  # also of a test that skips here: another device may run it
+        accelerator.expect(devices)
         self.addCleanup(accelerator.expect, 0)
         test = getattr(type(self), self._testMethodName)
-        skip_unless([*requirements_of(test), lambda: accelerator.current().lacks_room_for(world_size)])
+        ours = (lambda: self._lacks_ranks(world_size), lambda: accelerator.current().lacks_room_for(devices))
+        skip_unless([*requirements_of(test), *ours])
+
+    def _lacks_ranks(self, world_size: int) -> str | None:
+        """Why the ranks are too few: the class has one for each device, and the test needs more devices."""
+        least = events.declared_ranks(self)
+        if world_size >= least or at_least_x_gpu(least):
+            return None
+        return f"needs {least} or more ranks, but the world size of {type(self).__qualname__} is {world_size} here"
 
     def _conclude(self, reports: Sequence[RankReport], limit: float) -> None:
         """Raise the verdict on the ranks' reports; return if the test passed in every rank."""
         self._digest(reports)
-        raise_verdict(judge(reports, limit, SKIP_CODES))
+        raise_verdict(judge(reports, limit, skip_codes()))
 
     def _digest(self, reports: Sequence[RankReport]) -> None:
         """Show or record the ranks' output, times and defects."""

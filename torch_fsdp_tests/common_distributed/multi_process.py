@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch_fsdp_tests import settings
 from torch_fsdp_tests.common_distributed.case import RankTestCase, get_timeout, named_leaks, raise_verdict, run_in_rank
 from torch_fsdp_tests.common_distributed.rank_process import ERROR_EXIT_CODE, RankPopen
-from torch_fsdp_tests.common_distributed.requirements import SKIP_CODES, ranks_of
+from torch_fsdp_tests.common_distributed.requirements import ranks_of, skip_codes
 from torch_fsdp_tests.common_utils import FILE_SCHEMA, set_rng_seed, state
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.ranks import (
@@ -92,6 +92,7 @@ class MultiProcessTestCase(RankTestCase):
     TEST_ERROR_EXIT_CODE = ERROR_EXIT_CODE
 
     file_name: str = ""
+    fake_pg = False  # whether the process group is fake; then an override may start only some of the ranks
     _spawner = "_spawn_processes"
     _assignment: Assignment  # in a rank
     _reports: Sequence[RankReport] = ()  # of the ranks of the current test
@@ -174,7 +175,8 @@ class MultiProcessTestCase(RankTestCase):
         @functools.wraps(start_processes)
         def start(proc: Callable[..., BaseProcess]) -> None:
             world_size = int(self.world_size)
-            self._ask_requirements(world_size)
+            # A fake group moves no data, so its ranks can share a device with any backend.
+            self._ask_requirements(world_size, 1 if self.fake_pg else None)
             is_ours = type(self)._start_processes is MultiProcessTestCase._start_processes
             if is_launched() and not is_ours:
                 self._reject(
@@ -247,7 +249,7 @@ class MultiProcessTestCase(RankTestCase):
         reports = self._reports
         if fn in self.skip_return_code_checks:
             reports = [report.with_any_ending() for report in reports]
-        return judge(reports, self._limit, SKIP_CODES, self.special_return_code_checks.get(fn, 0))
+        return judge(reports, self._limit, skip_codes(), self.special_return_code_checks.get(fn, 0))
 
     def _with_message(self, report: RankReport) -> RankReport:
         """Add what a rank has sent through its pipe. If it has left with the code for errors, this is its error."""

@@ -29,7 +29,7 @@ from torch_fsdp_tests.common_distributed.case import (
     run_all,
     run_in_rank,
 )
-from torch_fsdp_tests.common_distributed.requirements import SKIP_CODES
+from torch_fsdp_tests.common_distributed.requirements import skip_codes
 from torch_fsdp_tests.common_utils import set_rng_seed
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.installed_torch import torch_facts
@@ -128,7 +128,7 @@ def _in_thread(rank: int, body: Callable[[], object]) -> Outcome:
         if isinstance(leaving, PeerFailed):
             return dataclasses.replace(outcome, text=str(leaving), may_follow=True)
         if is_skip(leaving):
-            reason = SKIP_CODES[host.exit_status(leaving)]
+            reason = skip_codes()[host.exit_status(leaving)]
             return Outcome(rank, State.SKIPPED, reason, kinds=kinds_of([reason]))
         return outcome
 
@@ -190,9 +190,9 @@ class MultiThreadedTestCase(RankTestCase):
         self._take_ranks(group)
         self.threads = group.processes
 
-    def _ask_requirements(self, world_size: int) -> None:
+    def _ask_requirements(self, world_size: int, devices: int | None = None) -> None:
         # All threads share one device, so the number of ranks does not matter.
-        super()._ask_requirements(min(world_size, 1))
+        super()._ask_requirements(world_size, 1)
 
     @classmethod
     @enters_test

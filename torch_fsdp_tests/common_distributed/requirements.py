@@ -48,7 +48,8 @@ TEST_SKIPS: dict[str, TestSkip] = {
     "small_worldsize": TestSkip(73, "the world size is too small"),
     "no_cuda": TestSkip(74, "CUDA is not available"),
     **{
-        f"multi-gpu-{count}": TestSkip(code, f"needs {count} or more accelerators")
+        f"multi-{kind}-{count}": TestSkip(code, f"needs {count} or more accelerators")
+        for kind in ("gpu", "device")  # the later name replaced the earlier one in upstream's
         for count, code in {1: 75, 2: 77, 3: 80, 4: 81, 5: 82, 6: 83, 7: 84, 8: 85}.items()
     },
     "nccl": TestSkip(76, "torch was built without NCCL"),
@@ -60,10 +61,20 @@ TEST_SKIPS: dict[str, TestSkip] = {
     "no_accelerator": TestSkip(89, "no accelerator is available"),
 }
 
-SKIP_CODES: dict[int, str] = {
-    skip.exit_code: Reason(skip.message, SkipKind.OTHER if name in ("generic", "importerror") else SkipKind.DEVICE)
-    for name, skip in TEST_SKIPS.items()
-}
+_UPSTREAMS = dict(TEST_SKIPS)
+_OF_DEVICES = _UPSTREAMS.keys() - {"generic", "importerror"}
+
+
+def skip_codes() -> dict[int, str]:
+    """The reason that each exit code of :data:`TEST_SKIPS` means now. Test files add entries, and replace upstream's.
+
+    If several entries have one code, the last one that a file has set counts.
+    """
+    entries = sorted(TEST_SKIPS.items(), key=lambda item: item[1] is not _UPSTREAMS.get(item[0]))
+    return {
+        skip.exit_code: Reason(skip.message, SkipKind.DEVICE if name in _OF_DEVICES else SkipKind.OTHER)
+        for name, skip in entries
+    }
 
 
 def requires(*reasons: Requirement) -> Callable[[Decorated], Decorated]:
@@ -136,7 +147,8 @@ def at_least_x_gpu(x: int) -> bool:
 def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = True) -> Callable[[Decorated], Decorated]:
     """Skip unless there is room for ``x`` ranks: ``x`` devices, devices that ranks can share, or the CPU.
 
-    The test then has at least ``x`` ranks, unless its class sets a fixed number (see :func:`ranks_of`).
+    The test then has at least ``x`` ranks, unless its class sets the number (see :func:`ranks_of`). If the class has
+    fewer, the test skips unless ``x`` devices are visible: such a class often has one rank for each device.
 
     Differs from upstream's: the CPU is allowed unless ``allow_cpu=False``, and no rank starts before the check.
     """

@@ -36,7 +36,6 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):
     attribute ``fake_pg = True`` the group is fake. ``with_host = True`` adds CPU collectives to a real group.
     """
 
-    fake_pg = False
     with_host = False
 
     def setUp(self) -> None:
@@ -47,10 +46,6 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):
     def world_size(self) -> int:
         """The number of ranks of a test. A class attribute ``world_size = 2`` sets a fixed number, as upstream."""
         return ranks_of(self)
-
-    def _ask_requirements(self, world_size: int) -> None:
-        # A fake group moves no data, so its ranks can share a device with any backend.
-        super()._ask_requirements(min(world_size, 1) if self.fake_pg else world_size)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
