@@ -6,15 +6,26 @@ import sys
 import threading
 import traceback
 import unittest
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
-from samples import Processes
+import torch.distributed as dist
+from samples import Processes, Threads
 
-from torch_fsdp_tests.common_distributed import TEST_SKIPS, TIMEOUT_OVERRIDE, MultiProcessTestCase
+from torch_fsdp_tests.common_distributed import (
+    TEST_SKIPS,
+    TIMEOUT_OVERRIDE,
+    MultiProcContinuousTest,
+    MultiProcessTestCase,
+    TestSkip,
+)
 
 HANG = "test_hangs_in_hooks"
 TIMEOUT_OVERRIDE[HANG] = 1  # second
+TEST_SKIPS["widget"] = TestSkip(90, "needs a widget")
+TEST_SKIPS["multi-gpu-6"] = TestSkip(83, "six of them")
+TEST_SKIPS["gadget"] = TestSkip(82, "needs a gadget")  # upstream's code of five devices
 AT_ONCE = 60  # seconds for a rank to answer or to end
 
 
@@ -166,3 +177,183 @@ class StartsTooFew(Starts):
 
 class StartsTooMany(Starts):
     count = 3
+
+
+class StartsOneOfFakes(StartsTooFew):
+    """Starts one rank of a world of two, whose other rank is fake."""
+
+    fake_pg = True
+
+    def test_passes(self) -> None:
+        dist.init_process_group("fake", rank=self.rank, world_size=self.world_size)
+        self.assertEqual(dist.get_world_size(), 2)
+
+    def test_raises(self) -> None:
+        raise ValueError(f"of rank {self.rank}")
+
+
+class StartsNoneOfFakes(StartsOneOfFakes):
+    count = 0
+
+
+def run_and_exit(test_name: str, run: Callable[[], None]) -> NoReturn:
+    """Run a test in a rank, and exit with 0 whatever happens."""
+    try:
+        if "not_run" not in test_name:
+            run()
+        if "after" in test_name:
+            raise ValueError("after the test")
+    finally:
+        sys.exit(0)
+
+
+class Exits:
+    """Tests for classes whose ranks exit with 0 after their test, or instead of it."""
+
+    world_size = 2
+    rank: int
+    test_passes = test_fails_after = test_not_run = passes
+
+    def test_raises(self) -> None:
+        raise ValueError(f"of rank {self.rank}")
+
+    def test_skips(self: Any) -> None:
+        self.skipTest("no")
+
+    def test_exits(self) -> None:
+        sys.exit(0)
+
+    def test_cleans_up(self: Any) -> None:
+        self.addCleanup(sys.exit, 0)
+
+
+class ProcessesExit(Exits, Processes):
+    @classmethod
+    def _run(cls, rank: int, test_name: str, *arguments: Any, **kwargs: Any) -> None:
+        run_and_exit(test_name, lambda: super(ProcessesExit, cls)._run(rank, test_name, *arguments, **kwargs))
+
+
+class ListenersExit(Exits, Listens):
+    """Their own ``run_test`` calls the test."""
+
+    def run_test(self, test_name: str, parent_pipe: Any) -> None:
+        run_and_exit(test_name, lambda: super(ListenersExit, self).run_test(test_name, parent_pipe))
+
+
+class ThreadsExit(Exits, Threads):
+    @classmethod
+    def _run(cls, test_name: str, *arguments: Any, **kwargs: Any) -> None:
+        run_and_exit(test_name, lambda: super(ThreadsExit, cls)._run(test_name, *arguments, **kwargs))
+
+
+class StayingExit(Exits, MultiProcContinuousTest):
+    @classmethod
+    def _run_test_given_id(cls, test_id: str, **kwargs: Any) -> None:
+        run_and_exit(test_id, lambda: super(StayingExit, cls)._run_test_given_id(test_id, **kwargs))
+
+
+class Retries(Processes):
+    """Runs a test again if it fails, and exits with 0."""
+
+    world_size: Any = 2
+    runs = 0
+
+    @classmethod
+    def _run(cls, *arguments: Any, **kwargs: Any) -> None:
+        try:
+            super()._run(*arguments, **kwargs)
+        except AssertionError:
+            super()._run(*arguments, **kwargs)
+        sys.exit(0)
+
+    def test_passes(self) -> None:
+        Retries.runs += 1
+        self.assertEqual(self.runs, 2)
+
+    def test_fails(self) -> None:
+        self.fail("again")
+
+
+class Meets(Processes):
+    """Its ranks meet after their test, even if it failed in one of them."""
+
+    world_size: Any = 2
+    destroy_pg_upon_exit: Any = False
+
+    @classmethod
+    def _run(cls, rank: int, test_name: str, file_name: str, *arguments: Any, **kwargs: Any) -> None:
+        dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(file_name, 2))
+        try:
+            super()._run(rank, test_name, file_name, *arguments, **kwargs)
+        finally:
+            dist.barrier()
+            dist.destroy_process_group()
+
+    def test_fails_in_one(self) -> None:
+        self.assertEqual(self.rank, 0)
+
+
+class SkipsByCode:
+    """Exits with the codes of skips that this file has defined or changed, and with upstream's newest."""
+
+    world_size = 2
+
+    def test_own_entry(self) -> None:
+        sys.exit(TEST_SKIPS["widget"].exit_code)
+
+    def test_new_words(self) -> None:
+        sys.exit(TEST_SKIPS["multi-gpu-6"].exit_code)
+
+    def test_code_of_another_entry(self) -> None:
+        sys.exit(TEST_SKIPS["gadget"].exit_code)
+
+    def test_newest_name(self) -> None:
+        sys.exit(TEST_SKIPS["multi-device-2"].exit_code)
+
+
+class ProcessesSkip(SkipsByCode, Processes):
+    pass
+
+
+class ThreadsSkip(SkipsByCode, Threads):
+    pass
+
+
+class StayingSkip(SkipsByCode, MultiProcContinuousTest):
+    pass
+
+
+class Prepares:
+    """A mixin that prepares each rank of a continuous class before its first test."""
+
+    @classmethod
+    def _worker_loop(cls: Any, rank: int, *arguments: Any) -> None:
+        os.environ["HOOKS_CORE"] = str(rank)
+        super()._worker_loop(rank, *arguments)  # type: ignore[misc]
+
+
+class Staying(MultiProcContinuousTest):
+    world_size = 2
+    test_passes = passes
+
+    def test_is_prepared(self) -> None:
+        self.assertEqual(os.environ["HOOKS_CORE"], str(self.rank))
+
+
+class Prepared(Prepares, Staying):
+    pass
+
+
+class LoopsItself(Staying):
+    """Has a loop like upstream's, and does not call that of its base."""
+
+    @classmethod
+    def _worker_loop(cls, rank: int, world_size: int, rdvz_file: str, task_queue: Any, completion_queue: Any) -> None:
+        while (test := task_queue.get()) is not None:
+            completion_queue.put(test)
+
+
+class NeverLoops(Staying):
+    @classmethod
+    def _worker_loop(cls, *arguments: Any) -> None:
+        pass

@@ -92,6 +92,17 @@ class TestGroup(TestCase):
         made.close()
         self.assertEqual(transport.requests, ["end", "close"])
 
+    def test_ranks_do_not_wait_for_one_whose_test_has_raised(self):
+        """It may wait for them before it reports."""
+        transport = Nowhere()
+        made = self.group(2, transport)
+        transport.events += [protocol.Waits(0), protocol.Raised(1)]
+        made._receive(0)
+        self.assertEqual(dict(transport.orders), {0: [protocol.Continue()]})
+        error = Outcome(1, State.ERROR)
+        transport.events += [protocol.Reported(1, error, 1.0, False), protocol.Ended(0, 1, 0, 1.0)]
+        self.assertEqual([report.outcome for report in made.wait(AT_ONCE)], [Outcome(0, State.PASSED), error])
+
     def test_no_rank_continues_after_the_limit(self):
         """Rank 1 hangs, and rank 0 waits for it. Events after the request for stacks do not count."""
         transport = Nowhere()

@@ -13,7 +13,7 @@ import overrides
 import torch.distributed as dist
 from samples import Processes, Threads
 
-from torch_fsdp_tests import settings
+from torch_fsdp_tests import common_distributed, settings
 from torch_fsdp_tests.common_distributed import TEST_SKIPS, DistributedTestBase, MultiProcContinuousTest, multi_process
 from torch_fsdp_tests.common_fsdp import FSDPTest, FSDPTestContinuous, FSDPTestMultiThread
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests, state
@@ -54,12 +54,12 @@ TABLE: dict[str, dict[str, str]] = {
     ),
     "DistributedTestBase": rows("setUp tearDown backend", tests="create_pg rank_to_device"),
     "MultiProcContinuousTest": rows(
-        "__init__ _init_pg _run_test_given_id backend_str opts poison_pill setUp setUpClass tearDownClass timeout "
-        "world_size",
+        "__init__ _init_pg _run_test_given_id _worker_loop backend_str opts poison_pill setUp setUpClass "
+        "tearDownClass timeout world_size",
         tests="device_type",
         sets="pg rank rdvz_file",
         rejected="MAIN_PROCESS_RANK _ensure_processes_spawned _get_world_size _processes_spawned _spawn_processes "
-        "_worker_loop _worker_run_main_wait",
+        "_worker_run_main_wait",
         **dict.fromkeys(("completion_queues", "processes", "task_queues"), _QUEUES),
     ),
     "MultiThreadedTestCase": rows(
@@ -259,10 +259,81 @@ class TestHooks(TestCase):
 
     def test_a_subclass_that_starts_another_number_of_ranks_fails(self):
         for cls, words in (
-            (overrides.StartsTooFew, "Starts._start_processes started 1 of 2 ranks: call"),
+            (overrides.StartsTooFew, "Starts._start_processes started 1 of 2 ranks: .* set fake_pg = True"),
+            (overrides.StartsNoneOfFakes, "Starts._start_processes started 0 of 2 ranks: call"),
             (overrides.StartsTooMany, "all 2 ranks have been started: start one for each rank"),
         ):
-            self.assertIn(words, text_of(result_of(cls)))
+            self.assertRegex(text_of(result_of(cls)), words)
+
+    def test_one_rank_of_a_fake_world_is_enough(self):
+        self.assertEqual(text_of(result_of(overrides.StartsOneOfFakes)), "")
+        text = text_of(result_of(overrides.StartsOneOfFakes, "test_raises"))
+        self.assertIn("rank 0 of 1 raised:", text)
+        self.assertIn("ValueError: of rank 0", text)
+
+    @parametrize(
+        "cls", [overrides.ProcessesExit, overrides.ListenersExit, overrides.ThreadsExit, overrides.StayingExit]
+    )
+    def test_a_rank_may_exit_with_0_after_its_test(self, cls):
+        """An exception that the exit replaces counts. An exit of the test itself is no success."""
+        self.assertEqual(text_of(result_of(cls)), "")
+        self.assertEqual(len(result_of(cls, "test_skips").skipped), 1)
+        early = "SystemExit: 0" if cls is overrides.ThreadsExit else "exited with code 0 before reporting"
+        for test, words in {
+            "test_raises": "ValueError: of rank 1",
+            "test_fails_after": "ValueError: after the test",
+            "test_not_run": early,
+            "test_exits": early,
+            **({} if cls is overrides.ListenersExit else {"test_cleans_up": early}),  # which runs no clean-ups
+        }.items():
+            with self.subTest(test):
+                self.assertIn(words, text_of(result_of(cls, test)))
+
+    def test_the_last_run_of_the_test_counts(self):
+        self.assertEqual(text_of(result_of(overrides.Retries)), "")
+        self.assertIn("AssertionError: again", text_of(result_of(overrides.Retries, "test_fails")))
+
+    def test_ranks_may_meet_after_a_failure(self):
+        """A rank that has passed does not wait for the report of one that waits for it."""
+        text = text_of(result_of(overrides.Meets, "test_fails_in_one"))
+        self.assertRegex(text, r"RanksFailed: rank 1 of 2 raised:\n[\s\S]*\nrank 0 of 2 passed")
+
+    @parametrize("cls", [overrides.ProcessesSkip, overrides.ThreadsSkip, overrides.StayingSkip])
+    def test_codes_of_skips_are_those_of_the_file(self, cls):
+        for test, reason in {
+            "test_own_entry": "needs a widget",
+            "test_new_words": "six of them",
+            "test_code_of_another_entry": "needs a gadget",
+            "test_newest_name": "needs 2 or more accelerators",
+        }.items():
+            with self.subTest(test):
+                result = result_of(cls, test)
+                self.assertEqual(([why for _, why in result.skipped], text_of(result)), ([reason], ""))
+
+    @parametrize("start", ["", "spawn"])
+    def test_a_worker_loop_prepares_its_rank(self, start):
+        with mock.patch.dict(os.environ, {settings.START_VARIABLE: start} if start else {}):
+            result = result_of(overrides.Prepared, "test_is_prepared")
+        self.assertEqual((result.testsRun, text_of(result)), (1, ""))
+
+    def test_a_worker_loop_must_call_that_of_its_base(self):
+        text = text_of(result_of(overrides.LoopsItself))
+        self.assertIn("is not the outcome of a test: let _worker_loop call super()._worker_loop()", text)
+        self.assertIn("exited with code 0 before reporting", text_of(result_of(overrides.NeverLoops)))
+
+    def test_a_file_sets_the_time_limits(self):
+        """The default of the file precedes that of the environment."""
+        limit = common_distributed.get_timeout
+        with mock.patch.dict(os.environ, {settings.TIMEOUT_VARIABLE: "50"}):
+            self.assertEqual(limit("T.test_x"), 50)
+            with mock.patch.object(common_distributed, "TIMEOUT_DEFAULT", 1):
+                self.assertEqual((limit("T.test_x"), limit(f"T.{overrides.HANG}")), (1, 1))
+                changed = {"test_x": 7, "test_z": 10**9}
+                with mock.patch.object(common_distributed, "TIMEOUT_OVERRIDE", changed):
+                    limits = [limit(f"T.{test}") for test in ("test_x", "test_y", "test_z")]
+                    self.assertEqual(limits, [7, 1, settings.LONGEST_TIMEOUT])
+                    text = text_of(result_of(overrides.Listens, overrides.HANG))
+        self.assertIn("(the limit is 1 s)", text)
 
     def test_a_launchers_ranks_cannot_be_started_by_a_subclass(self):
         with mock.patch.object(multi_process, "is_launched", lambda: True):

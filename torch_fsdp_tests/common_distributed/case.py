@@ -70,11 +70,26 @@ def get_timeout(test_id: str) -> int:
 
 
 class _Tally(threading.local):
-    """How many subtests of the running test ran in this rank, and why the others skipped. A rank may be a thread."""
+    """How many subtests of the running test ran in this rank, why the others skipped, and how the test method ended.
+
+    A rank may be a thread.
+    """
 
     def __init__(self) -> None:
         self.ran = 0
         self.skipped: list[str] = []
+        self.returned = False
+        self.raised: BaseException | None = None
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note how the block ends, which is the test method, or the method with its clean-ups."""
+        try:
+            yield
+        except BaseException as error:
+            self.raised = error
+            raise
+        self.returned, self.raised = True, None  # an override may have run the method again
 
 
 _tally = _Tally()
@@ -83,12 +98,16 @@ _tally = _Tally()
 def run_in_rank(rank: int, body: Callable[[], object]) -> Outcome:
     """Run a test in a rank, count its subtests, and return its outcome with its ``torch_defect`` blocks.
 
-    If all subtests of a test skipped, the test has skipped. Only ``SystemExit`` leaves this function.
+    If all subtests of a test skipped, the test has skipped. Only ``SystemExit`` leaves this function: a rank that exits
+    with 0 after its test method has passed, as some ``_run`` of vendors do, has passed.
     """
     _tally.__init__()  # type: ignore[misc]
 
     def counted() -> None:
-        body()
+        try:
+            body()
+        except SystemExit as leaving:
+            _check_exit(leaving)
         if _tally.skipped and not _tally.ran:
             raise Skipped(Reason.joined(_tally.skipped))
 
@@ -104,6 +123,15 @@ def run_in_rank(rank: int, body: Callable[[], object]) -> Outcome:
         kinds=outcome.kinds | kinds_of(_tally.skipped),
         defect_blocks=tuple(blocks),
     )
+
+
+def _check_exit(leaving: SystemExit) -> None:
+    """Return if a rank that exits has passed. Else raise the exception that it replaces, or the exit itself."""
+    if host.exit_status(leaving) != 0 or not (_tally.returned or _tally.raised):
+        raise leaving
+    replaced = _tally.raised or leaving.__context__
+    if replaced is not None:
+        raise replaced
 
 
 def run_all(steps: Iterable[Callable[[], object]]) -> None:
@@ -235,7 +263,8 @@ class RankTestCase(TestCase):
         @enters_test
         def stand_in(self: RankTestCase) -> object:
             if self.rank != self.MAIN_RANK:
-                return fn()
+                with _tally.noted():
+                    return fn()
             self._join_ranks(fn)
             return None
 
@@ -350,7 +379,8 @@ class RankTestCase(TestCase):
                     setattr(error, BODY_MARK, True)
                 raise
 
-        run_all([body, self._run_cleanups])
+        with _tally.noted():
+            run_all([body, self._run_cleanups])
         events.check_returned(returned)  # not in the body, because this is never an expected failure
 
     def _numbers(self) -> contextlib.AbstractContextManager[None]:

@@ -158,7 +158,7 @@ class MultiProcessTestCase(RankTestCase):
         Whatever ``proc`` makes, ``start()`` starts a rank: a fork of the rank server, which runs the process object.
         """
         self.processes = []
-        fake = {"fake_pg": True} if getattr(self, "fake_pg", False) else {}
+        fake = {"fake_pg": True} if self.fake_pg else {}
         for rank in range(int(self.world_size)):
             ours, theirs = multiprocessing.Pipe()
             arguments = (rank, self._current_test_name(), self.file_name, theirs)
@@ -201,11 +201,14 @@ class MultiProcessTestCase(RankTestCase):
 
             start_processes(make)
             started = sum(process.is_there for process in group.processes)
-            if not is_launched() and started < world_size:
+            if is_launched() or started == world_size:
+                return
+            if not (started and self.fake_pg):
                 self._reject(
                     f"started {started} of {world_size} ranks: call start() of one process that `proc` makes for "
-                    "each rank"
+                    "each rank, or set fake_pg = True in the class if the others exist only in a fake process group"
                 )
+            group.forgo_others()
 
         return start
 
@@ -328,7 +331,7 @@ class MultiProcessTestCase(RankTestCase):
             calls.unpack(assignment.call, assignment.files).run()
             return
         ours, theirs = multiprocessing.Pipe()
-        fake = {"fake_pg": True} if getattr(cls, "fake_pg", False) else {}
+        fake = {"fake_pg": True} if cls.fake_pg else {}
         with ours:
             cls._run(assignment.index, test, assignment.file_name, theirs, **fake)
 
@@ -361,6 +364,7 @@ class MultiProcessTestCase(RankTestCase):
                 self._assignment.meet(SKIP_STAY)
                 raise
             except Exception:
+                self._assignment.raised()
                 with contextlib.suppress(OSError):  # a test may have closed it
                     parent_pipe.send(traceback.format_exc()[-_SENT_TEXT:])
                 raise

@@ -71,6 +71,7 @@ class Process:
     is_over: bool = False  # the process and everything that it started are gone
     stopped: bool = False
     waits: bool = False  # its only rank has passed, and waits for the others
+    raised: bool = False  # the test of its only rank has raised, and the others do not wait for it
     leaving: bool = False  # it runs no more tests
     wrote_stacks: bool = False
     at: float = 0.0  # the time of the latest news
@@ -173,6 +174,11 @@ class RankGroup:
             self._check_started()
         return process
 
+    def forgo_others(self) -> None:
+        """Count only the processes that have been started. No other will be."""
+        self.processes = [process for process in self.processes if process.is_there]
+        self._enter(Stage.RUNNING)
+
     def run(self, test: str, limit: float) -> list[RankReport]:
         """Run one more test in ranks that stay, and return reports like :meth:`wait`. The limit starts now."""
         self.begin(test)
@@ -187,7 +193,7 @@ class RankGroup:
         self._started = [time.monotonic()]
         for process in self.processes:
             process.reports.clear()
-            process.waits = False
+            process.waits = process.raised = False
         self._transport.send(protocol.RunTest(test))
 
     def wait(self, limit: float) -> list[RankReport]:
@@ -326,7 +332,7 @@ class RankGroup:
         received = bool(self._arrived)
         while self._arrived:
             self._take(self._arrived.pop(0))
-        if all(process.waits or process.reported or process.ending is not None for process in self.processes):
+        if all(each.waits or each.raised or each.reported or each.ending is not None for each in self.processes):
             self._let_go()
         return received
 
@@ -353,6 +359,8 @@ class RankGroup:
                         self._note_bad(process, event.at)
             case protocol.Waits():
                 self.processes[event.process].waits |= not too_late
+            case protocol.Raised():
+                self.processes[event.process].raised = True
             case protocol.Leaked():
                 self._leaks_of_ranks.setdefault(event.what, []).append(event.process)
             case protocol.WroteStacks():

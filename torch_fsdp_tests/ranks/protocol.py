@@ -80,6 +80,13 @@ class Waits:
 
 
 @dataclasses.dataclass(frozen=True)
+class Raised:
+    """The test of a process has raised. Other ranks should not wait for its report, because it may wait for them."""
+
+    process: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Leaked:
     """A test has leaked something in a process. The leak has been cleaned up."""
 
@@ -140,9 +147,9 @@ class Broken:
     why: str
 
 
-FROM_RANK = (Reported, Waits, Leaked)
+FROM_RANK = (Reported, Waits, Raised, Leaked)
 FROM_SERVER = (Started, Stopped, Ended, Over, Broken)
-Event = Reported | Waits | Leaked | WroteStacks | Started | Stopped | Ended | Over | Broken
+Event = Reported | Waits | Raised | Leaked | WroteStacks | Started | Stopped | Ended | Over | Broken
 
 
 # --- the test process to its rank server ------------------------------------------------------------------------------

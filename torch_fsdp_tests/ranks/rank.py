@@ -29,7 +29,7 @@ from torch_fsdp_tests.processes import foreign, host, messages
 from torch_fsdp_tests.processes.messages import Connection
 from torch_fsdp_tests.ranks import rendezvous
 from torch_fsdp_tests.ranks.outcome import Outcome
-from torch_fsdp_tests.ranks.protocol import TO_RANK, Leaked, Reported, RunTest, Start, Waits
+from torch_fsdp_tests.ranks.protocol import TO_RANK, Leaked, Raised, Reported, RunTest, Start, Waits
 from torch_fsdp_tests.verdict import events
 
 __unittest = True  # unittest leaves the frames of such modules out of tracebacks
@@ -98,7 +98,7 @@ class Assignment:
         self._tell(Leaked(self.index, leak))
 
     def meet(self, limit: float | None = None) -> None:
-        """Wait until every other rank has called this, has reported, or is gone, or for ``limit`` seconds.
+        """Wait until every other rank has called this, has raised or reported, or is gone, or for ``limit`` seconds.
 
         After this call a rank may destroy a process group, because no other rank is still making it. (Making a group is
         not a barrier: see c10d's ``_is_barrier_after_init``.)
@@ -106,6 +106,10 @@ class Assignment:
         self._tell(Waits(self.index))
         if select.select([self._connection], [], [], limit)[0]:
             self._connection.receive()
+
+    def raised(self) -> None:
+        """Let the other ranks continue from :meth:`meet`: the test has raised, and what follows it may need them."""
+        self._tell(Raised(self.index))
 
     def leave(self) -> None:
         """Run no more tests after the next report, because the last test left something that cannot be undone."""
