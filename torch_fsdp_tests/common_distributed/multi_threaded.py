@@ -252,6 +252,6 @@ def spawn_threads_and_init_comms(
         body = functools.partial(func, *args, **kwargs)
         outcomes = run_threads(ranks, lambda rank: _in_thread(rank, body), limit)
         reports = [RankReport(outcome.rank, outcome, Ending(code=0), outcome.seconds) for outcome in outcomes]
-        raise_verdict(judge(reports, limit, SKIP_CODES))
+        raise_verdict(judge(reports, limit, skip_codes()))
 
     return in_threads
