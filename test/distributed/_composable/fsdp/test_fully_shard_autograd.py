@@ -657,6 +657,34 @@ class TestFullyShardAutograd(FSDPTest):
 
     @needs(torch_facts.HAS_REDUCE_SCATTER_OF_UNUSED_PARAMETERS)
     @skip_if_lt_x_gpu(2)
+    def test_layers_that_are_used_twice(self):
+        """Gradients of both uses add up, also if unused parameters would get zeros."""
+        manual_seed(42)
+        layers = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        model = nn.Sequential(*layers, nn.Tanh(), *layers)
+        ref_model = self._replica(model)
+        shard_each((*layers, model)).set_reduce_scatter_unused_params(True)
+        rows, mine = self._global_and_local_input(requires_grad=True)
+        for each, inp in ((ref_model, rows), (model, mine)):
+            each(inp).sum().backward()
+        self._reduce_1d_partial_grads(ref_model)
+        self._check_gradients(ref_model, model, rows, mine)
+
+    @needs(torch_facts.HAS_REDUCE_SCATTER_OF_UNUSED_PARAMETERS)
+    @skip_if_lt_x_gpu(2)
+    def test_each_layer_is_reduced_before_the_next_backward(self):
+        """If unused parameters would get zeros, unsharded gradients of used ones do not wait for them."""
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).to(self.device)
+        shard_each((*model, model)).set_reduce_scatter_unused_params(True)
+        events: list[str] = []
+        for layer in model:
+            layer.register_full_backward_pre_hook(lambda *_: events.append("backward"))
+        with patch_reduce_scatter(_recording(events, "reduced")):
+            model(torch.ones(2, 4, device=self.device, requires_grad=True)).sum().backward()
+        self.assertEqual(events, ["backward", "reduced"] * 3)
+
+    @needs(torch_facts.HAS_REDUCE_SCATTER_OF_UNUSED_PARAMETERS)
+    @skip_if_lt_x_gpu(2)
     def test_block_that_ends_early_on_a_rank(self):
         """If only rank 0 uses the last layer of a block, backward still all-gathers the same group on all ranks."""
         manual_seed(42)
