@@ -4,8 +4,8 @@ By default the root does not reshard after forward, because backward follows. Un
 ``model.parameters()`` stay the unsharded parameters. These do not have the gradients of the last step, nor get those of
 the next one. An optimizer that steps now updates the local shards, but the next forward uses the old weights.
 ``model.zero_grad()`` does not reach the gradients of the last step, and the next backward adds to them. A new optimizer
-finds no gradients of the root's parameters. The next backward undoes ``requires_grad_()``. Modules below the root are
-affected if their ``reshard_after_forward`` is False or an int.
+finds no gradients of the root's parameters. The next backward undoes ``requires_grad_()``. The same happens to
+modules whose ``reshard_after_forward`` was set to False or an int, but there the user asked for it.
 """
 
 import torch
@@ -19,7 +19,7 @@ DEFECT = Defect(
     component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
     exposure=Exposure.COMMON,
-    where="torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.reshard",
+    where="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._post_forward",
     features="fsdp2",
     workaround="Call ``model.reshard()`` after the forward, or shard the root with ``reshard_after_forward=True``.",
     upstream=("https://github.com/pytorch/pytorch/issues/149029", "https://github.com/pytorch/pytorch/issues/144289"),

@@ -107,7 +107,10 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(4)
     @subtests(reshard_after_forward=[True, False, 2, None])
     def test_eval_without_reshard(self, reshard_after_forward):
-        """A forward uses updates of the shards since the previous forward, also without a reshard in between."""
+        """A forward uses updates of the shards since the previous forward, if these were not left unsharded on request.
+
+        ``reshard_after_forward`` documents that parameters then have to be resharded before they are changed.
+        """
         _, model = self._two_mlps(reshard_after_forward)
         ref_model, _ = self._two_mlps(reshard_after_forward)
         inp = self._inputs(3, 8)
@@ -119,6 +122,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
 
         before, ref_before = outputs()
         self.assertEqual(before, ref_before)
+        self._reshard_if_requested(model, reshard_after_forward)
         with torch.no_grad():
             for params, ref in ((outer, ref_model[2]), (inner, ref_model[0])):
                 for param, ref_param in zip(params, ref.parameters(), strict=True):
@@ -126,7 +130,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
                     ref_param.mul_(2)
         after, ref_after = outputs()
         self.assertNotEqual(ref_after, ref_before)
-        with torch_defect("fsdp2_evaluation_leaves_the_root_gathered", when=reshard_after_forward is not True):
+        with torch_defect("fsdp2_evaluation_leaves_the_root_gathered", when=reshard_after_forward is None):
             self.assertEqual(after, ref_after)
         for module in internals.fsdp_modules(model):
             module.reshard()
@@ -155,6 +159,8 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
             if evaluates:
                 with torch.no_grad():
                     each(batches[1])
+                if each is model:
+                    self._reshard_if_requested(model, reshard_after_forward)
             if what == "step":
                 step(each, optim)
             elif what == "zero_grad":
@@ -166,10 +172,27 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
             for batch in batches[1:]:
                 train(each, batch)
                 step(each, optim)
-        with torch_defect(
-            "fsdp2_evaluation_leaves_the_root_gathered", when=evaluates and reshard_after_forward is not True
-        ):
+        is_left = evaluates and reshard_after_forward is None
+        with torch_defect("fsdp2_evaluation_leaves_the_root_gathered", when=is_left):
             check_parity(self, ref_model, model)
+
+    @skip_if_lt_x_gpu(2)
+    def test_evaluations_without_reshard(self):
+        """After ``set_reshard_after_forward(False)``, only the first of several forwards in eval mode all-gathers."""
+        _, model = self._two_mlps(None)
+        model.eval().set_reshard_after_forward(False)
+        counts: list[int] = []
+        for _ in range(3):
+            with torch.no_grad(), collectives.recorded() as calls:
+                model(self._inputs(3, 8))
+            counts.append(calls.counts()["all_gather"])
+        self.assertEqual(counts, [3, 0, 0])
+
+    def _reshard_if_requested(self, model: nn.Module, reshard_after_forward: bool | int | None) -> None:
+        """Reshard what a forward leaves unsharded, or on a smaller mesh, because the user asked for it."""
+        if reshard_after_forward not in (None, True):
+            for module in internals.fsdp_modules(model):
+                module.reshard()
 
     def _two_mlps(self, reshard_after_forward: bool | int | None) -> tuple[nn.Module, nn.Module]:
         manual_seed(42)
