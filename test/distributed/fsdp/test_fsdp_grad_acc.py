@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
@@ -309,6 +309,35 @@ class TestGradAcc(FSDPTest):
             model(self._mine(1), 1).sum().backward()
             actual = [internals.flat_param_of(branch).grad.unique().tolist() for branch in branches]
             self.assertEqual(actual, [[1.5], [1.5]])
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(use_orig_params=[False, True])
+    def test_reduce_dtype_of_a_unit_that_is_used_only_in_no_sync(self, use_orig_params):
+        policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        fsdp_kwargs = {"mixed_precision": policy, "use_orig_params": use_orig_params}
+        branches = [FSDP(nn.Linear(1, 2, bias=False, device=self.device), **fsdp_kwargs) for _ in range(2)]
+        model = FSDP(OneOf(*branches), **fsdp_kwargs)
+        with model.no_sync():
+            model(self._mine(1), 0).sum().backward()
+        with torch_defect("fsdp1_gradient_of_no_sync_raises"), recorded() as calls:
+            model(self._mine(1), 1).sum().backward()
+            self.assertEqual(calls.dtypes("reduce_scatter"), [torch.float32] * 2)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(use_orig_params=[False, True], set_to_none=[False, True])
+    def test_gradient_of_no_sync_is_cleared(self, use_orig_params, set_to_none):
+        """``zero_grad()`` clears a gradient that was not reduced, and the next synchronization needs none."""
+        branches = [
+            FSDP(nn.Linear(1, 2, bias=False, device=self.device), use_orig_params=use_orig_params) for _ in range(2)
+        ]
+        model = FSDP(OneOf(*branches), use_orig_params=use_orig_params)
+        with model.no_sync():
+            model(self._mine(1), 0).sum().backward()
+        model.zero_grad(set_to_none)
+        with torch_defect("fsdp1_gradient_of_no_sync_raises"):
+            model(self._mine(1), 1).sum().backward()
+            kept = internals.flat_param_of(branches[0]).grad
+            self.assertEqual(None if kept is None else kept.tolist(), None if set_to_none else [0.0])
 
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=STRATEGIES, use_orig_params=[False, True], second_in_no_sync=[False, True])

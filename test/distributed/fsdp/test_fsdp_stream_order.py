@@ -23,7 +23,33 @@ from torch_fsdp_tests.fsdp.combinations import subtests
 DIM = 8
 
 
+class Layers(nn.Sequential):
+    """Its forward may leave out layers."""
+
+    def forward(self, x: torch.Tensor, used: tuple[int, ...] = (0, 1, 2)) -> torch.Tensor:
+        for index in used:
+            x = self[index](x)
+        return x
+
+
 class StreamOrderTest(FSDPTest):
+    def _check_layer_of_no_sync(self, *host_waits: str, **kwargs: Any) -> None:
+        """Check the order if only microbatches without synchronization use the second of three layers."""
+
+        def build():
+            manual_seed(42)
+            layers = (FSDP(MLP(DIM), device_id=self.device, **kwargs) for _ in range(3))
+            return FSDP(Layers(*layers), device_id=self.device, **kwargs)
+
+        def step(model):
+            inp = torch.randn(4, DIM, device=self.device)
+            with model.no_sync():
+                model(inp).sum().backward()
+            model(inp, used=(0, 2)).sum().backward()
+
+        with torch_defect("fsdp1_gradient_of_no_sync_raises"):
+            self._check_order(build, step, *host_waits)
+
     def _wrap(self, has_own: bool = True, **kwargs: Any) -> FSDP:
         manual_seed(42)
         kwargs["device_id"] = self.device
@@ -79,6 +105,12 @@ class TestStreamOrder(StreamOrderTest):
         """The host waits for gradients that are copied to its pinned memory, before it takes a step."""
         offload = CPUOffload(offload_params=True)
         self._check_order(lambda: self._wrap(cpu_offload=offload, **config), self._train, "stream")
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(offloads=[False, True])
+    def test_layer_that_is_used_only_in_no_sync(self, offloads):
+        waits = ["stream"] if offloads else []
+        self._check_layer_of_no_sync(*waits, cpu_offload=CPUOffload(offload_params=offloads))
 
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True])
@@ -214,6 +246,11 @@ class TestStreamOrderHybrid(StreamOrderTest):
 
         strategy = {"device_mesh": mesh, "sharding_strategy": sharding_strategy}
         self._check_order(lambda: self._wrap(**strategy, use_orig_params=use_orig_params), step)
+
+    @skip_if_lt_x_gpu(4)
+    def test_layer_that_is_used_only_in_no_sync(self):
+        mesh = init_device_mesh(self.device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
+        self._check_layer_of_no_sync(device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
 
 
 if __name__ == "__main__":
