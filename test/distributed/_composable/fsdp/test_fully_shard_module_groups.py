@@ -110,6 +110,26 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
             self.assertEqual(calls.counts()["all_gather"], 3)  # of the embedding, the body, the group of norm and head
             model.backward_in_chunks(model(tokens, skip_head=True), 2)
 
+    @needs_partial_groups
+    @skip_if_lt_x_gpu(2)
+    def test_prefetch_after_chunks(self):
+        """Chunks of a group do not change which all-gathers the backward of the layers before it prefetches."""
+
+        def collectives_of_backward(in_chunks: bool) -> list[str]:
+            layers = nn.Sequential(*(nn.Linear(8, 8, device=self.device) for _ in range(3)))
+            norm, head = nn.LayerNorm(8, device=self.device), nn.Linear(8, 8, device=self.device)
+            root = nn.Sequential(layers, norm)
+            for each in (*layers, [norm, head], root):
+                fully_shard(each)
+            hidden = root(self._inputs(2, 8))
+            for chunk in hidden.detach().requires_grad_().chunk(2) if in_chunks else ():
+                head(chunk).sum().backward()
+            with collectives.recorded() as calls:
+                hidden.sum().backward()
+            return [call.name for call in calls]
+
+        self.assertEqual(collectives_of_backward(in_chunks=True), collectives_of_backward(in_chunks=False))
+
 
 class TestFullyShardGroupsOfModules(TrainingMixin, FSDPTest):
     world_size = 2
