@@ -802,6 +802,20 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
                 self.assertIs(type(model.state_dict()["weight"]), kind)
 
     @skip_if_lt_x_gpu(2)
+    def test_optimizer_state_after_state_of_a_part(self):
+        """All instances of a model with a mesh have equal settings after one of them was saved alone."""
+        kwargs = {"device_mesh": make_mesh(self.world_size), "use_orig_params": True}
+        inner = FSDP(square().to(self.device), **kwargs)
+        model = FSDP(nn.Sequential(inner, square().to(self.device)), **kwargs)
+        optim = torch.optim.Adam(model.parameters())
+        model(torch.ones(1, 10, device=self.device)).sum().backward()
+        optim.step()
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            inner.state_dict()
+            states = FSDP.optim_state_dict(model, optim)["state"]
+        self.assertEqual(states.keys(), named(nn.Sequential(square(), square())).keys())
+
+    @skip_if_lt_x_gpu(2)
     def test_world_size_one(self):
         """A rank that is alone in its group gets a full state dict, also of inner instances and a shared weight.
 
