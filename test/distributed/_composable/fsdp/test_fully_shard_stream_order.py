@@ -251,6 +251,15 @@ class TestFullyShardStreamOrder(StreamOrderTest):
         self._check_order(prepare=prepare, host_waits=["copy", "event"], **PINNED)
 
     @skip_if_lt_x_gpu(2)
+    def test_hooks_that_read_offloaded_gradients(self):
+        def prepare(model):
+            for param in model.parameters():
+                param.register_hook(lambda grad: 2 * grad)
+
+        with torch_defect("fsdp2_hooks_of_parameters_do_not_run"):
+            self._check_order(prepare=prepare, host_waits=["copy"], **PINNED)
+
+    @skip_if_lt_x_gpu(2)
     @needs(torch_facts.HAS_RESET_ITER_STATE)
     def test_interruptions(self):
         self._check_order(train_after_interruption)
