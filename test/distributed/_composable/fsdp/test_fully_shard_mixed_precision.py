@@ -825,13 +825,16 @@ class TestFullyShardMixedPrecisionHSDP(FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(all_reduces_each=[True, False])
     def test_sums_over_microbatches(self, all_reduces_each):
-        """Gradients of microbatches are added up in float32, before and after their all-reduce."""
+        """Gradients of microbatches are added up in float32, and all-reduced in ``reduce_dtype``."""
         layer = nn.Linear(2, 2, bias=False, device=self.device)
         mesh = make_mesh(2, 2, names=("replicate", "shard"))
         fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
+        sent: list[torch.dtype] = []
+        layer.set_all_reduce_hook(lambda reduced: sent.append(reduced.dtype))
         for value in (256.0, 1.0, 1.0, 0.0):  # bfloat16 has 256 and 258, but not 257
             layer.set_requires_all_reduce(all_reduces_each or value == 0)
             layer(torch.full((1, 2), value, device=self.device)).sum().backward()
+        self.assertEqual(sent, [torch.bfloat16] * (4 if all_reduces_each else 1))
         grad = layer.weight.grad.full_tensor()
         with torch_defect("fsdp2_partial_reduction_adds_up_in_low_precision", when=not all_reduces_each):
             self.assertEqual(grad, torch.full_like(grad, 258.0), rtol=0, atol=0)
