@@ -594,6 +594,17 @@ class TestStateDictOptions(StateDictOptionsTest):
             set_optimizer_state_dict(pair.model, pair.optims, osd, options=options)
 
     @skip_if_lt_x_gpu(2)
+    def test_empty_state_of_flattened_optim_state(self):
+        """A state that is an empty dict has no keys in a flattened state dict, which can be loaded."""
+        pair = self._small()
+        for state in pair.optims[0].state.values():
+            state["history"] = {}
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        osd = get_optimizer_state_dict(pair.model, pair.optims, options=options)
+        set_optimizer_state_dict(pair.model, pair.optims, osd, options=options)
+        self.assertEqual([state["history"] for state in pair.optims[0].state.values()], [{}] * 4, may_be="empty")
+
+    @skip_if_lt_x_gpu(2)
     def test_flattened_load_after_a_step(self):
         """All ranks pass the same states of a flattened state dict to FSDP1, which runs collectives for each state."""
         pair = self._pair(self._plain(), functools.partial(FSDP, use_orig_params=True), width=4)
