@@ -225,6 +225,21 @@ class TestContexts(_ContextsBase):
         with torch_defect("fsdp1_refused_load_prevents_saving", when=stuck):
             self.assertEqual(model.state_dict(), plain.state_dict())
 
+    @skip_if_lt_x_gpu(2)
+    @subtests(where=["forward", "backward"])
+    def test_no_sync_cannot_begin_inside(self, where):
+        """``no_sync()`` raises in a forward or backward that runs, as FSDP1 has set up its reductions by then."""
+        model: Any = FSDP(layers().to(self.device), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+
+        def begin(*_: object) -> None:
+            with model.no_sync():
+                pass
+
+        register = "register_forward_hook" if where == "forward" else "register_full_backward_hook"
+        getattr(model.module, register)(begin)
+        with self.assertRaisesRegex(ValueError, "expected to be in states"):
+            square_loss(model, seed=self.rank).backward()
+
 
 def is_defined(context: str, wrapper: str, **_: Any) -> bool:
     return wrapper == "DDP" or "oin" not in context
