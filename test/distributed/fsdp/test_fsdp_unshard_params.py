@@ -645,12 +645,16 @@ class TestUnshardParams(TestUnshardParamsBase):
                 model(inputs * (self.rank + 1)).sum().backward()
 
     @skip_if_lt_x_gpu(2)
-    def test_grads_of_another_dtype_on_some_ranks(self):
+    @subtests(keeps_low_precision=[False, True])
+    def test_grads_of_another_dtype_on_some_ranks(self, keeps_low_precision):
         """A rank without gradients contributes zeros of the gradients' dtype.
 
         Nothing is exchanged, because messages of different sizes would abort a rank or hang.
         """
-        model = FSDP(nn.Linear(1, 1, bias=False, device=self.device, dtype=torch.bfloat16), use_orig_params=True)
+        policy = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
+        layer = nn.Linear(1, 1, bias=False, device=self.device)
+        layer, policy = (layer, policy) if keeps_low_precision else (layer.bfloat16(), None)
+        model = FSDP(layer, use_orig_params=True, mixed_precision=policy)
         model(torch.ones(1, 1, device=self.device, dtype=torch.bfloat16)).sum().backward()
         self.assertEqual(model.module.weight.grad is None, self.rank == 1)
         (handle,) = internals.handles(model)

@@ -1,8 +1,8 @@
 """``summon_full_params(with_grads=True)`` aborts if a rank has no gradients and the dtype is not the default dtype.
 
-A rank without a gradient contributes zeros, in torch's default dtype, and not in that of the parameters. The other
-ranks contribute gradients in the dtype of their parameters. In a model of another dtype, such as bfloat16, the
-all-gather then receives messages of the wrong size. Over gloo one rank is aborted, and the others raise that the
+A rank without a gradient contributes zeros, in torch's default dtype. The other ranks contribute gradients in the dtype
+of their parameters, or in the lower one of ``keep_low_precision_grads``. If these dtypes differ, as in a bfloat16
+model, the all-gather receives messages of the wrong size. Over gloo one rank is aborted, and the others raise that the
 connection was closed. A rank has no gradients if its shard of an instance is only padding, or has only frozen
 parameters.
 
