@@ -593,6 +593,7 @@ class TestStateDictOptions(StateDictOptionsTest):
         with torch_defect("dsd_flattened_state_missing_in_silence"), self.assertRaises((RuntimeError, KeyError)):
             set_optimizer_state_dict(pair.model, pair.optims, osd, options=options)
 
+    @needs(torch_facts.FLATTENS_NESTED_STATES)
     @skip_if_lt_x_gpu(2)
     def test_empty_state_of_flattened_optim_state(self):
         """A state that is an empty dict has no keys in a flattened state dict, which can be loaded."""
