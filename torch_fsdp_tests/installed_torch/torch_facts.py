@@ -213,7 +213,7 @@ HAS_FINALIZE_BACKWARD = _fsdp2_method("finalize_backward", (2, 15))
 RESET_DROPS_ACCUMULATED_GRADIENTS = Fact(
     (2, 15),
     "drops unreduced gradients in reset_iter_state",
-    fixes=("fsdp2_reset_keeps_unreduced_gradients", "fsdp2_reset_keeps_gradients_of_broken_backward"),
+    fixes=("fsdp2_reset_keeps_unreduced_gradients",),
 )
 
 # --- FSDP2: reduction -------------------------------------------------------------------------------------------------

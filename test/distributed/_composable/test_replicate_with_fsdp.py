@@ -332,7 +332,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
             fully_shard(model[1])
             ROOTS[root](model)
             model(self._inputs(2, 4))
-            with torch_defect("fsdp2_replicate_root_keeps_shards_gathered", when=root == "replicate"):
+            with torch_defect("fsdp2_replicate_root_refuses_a_group", when=root == "replicate"):
                 self.assertIsInstance(model[1].weight, DTensor)
 
     @skip_if_lt_x_gpu(2)

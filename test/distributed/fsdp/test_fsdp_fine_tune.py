@@ -199,7 +199,7 @@ class TestFSDPFineTune(FSDPTest):
                 _assert_post_backward_reshard_count(step)
                 # After backward, no unit stays unsharded, frozen or not.
                 stays = not use_orig_params and left_over[0]
-                with torch_defect("fsdp1_frozen_unit_stays_gathered", when=stays):
+                with torch_defect("fsdp1_unused_unit_computes_with_old_weights", when=stays):
                     self.assertEqual(self._gathered(seq), [False] * self.NUM_LINEARS)
                 count = 0
                 left_over.clear()
@@ -223,7 +223,7 @@ class TestFSDPFineTune(FSDPTest):
         seq(torch.ones(2, 5, device=device)).sum().backward()
         first, *others = self._gathered(seq)
         self.assertEqual(others, [False] * (self.NUM_LINEARS - 1))
-        with torch_defect("fsdp1_frozen_unit_stays_gathered"):
+        with torch_defect("fsdp1_unused_unit_computes_with_old_weights"):
             self.assertEqual(first, False)
 
     @skip_if_lt_x_gpu(2)
@@ -237,9 +237,9 @@ class TestFSDPFineTune(FSDPTest):
         model = FSDP(layers, sharding_strategy=sharding_strategy, use_orig_params=True)
         model(torch.ones(2, 5, device=device, requires_grad=inp_requires_grad)).sum().backward()
         has_no_hook = sharding_strategy is NO_SHARD and not inp_requires_grad
-        with torch_defect("fsdp1_frozen_replica_loses_its_parameters", when=has_no_hook):
+        with torch_defect("fsdp1_skipped_replica_stops_training", when=has_no_hook):
             self.assertEqual(list(named(model)), names)
-        with torch_defect("fsdp1_frozen_replica_loses_its_parameters", when=has_no_hook):
+        with torch_defect("fsdp1_skipped_replica_stops_training", when=has_no_hook):
             self.assertEqual(list(model.state_dict()), names)
 
     @skip_if_lt_x_gpu(2)

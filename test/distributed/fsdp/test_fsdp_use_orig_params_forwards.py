@@ -44,7 +44,7 @@ class TestFSDPUseOrigParamsUnshardReshard(UseOrigParamsTest):
         model(inp)
         model(inp).sum().backward()
         (param,) = model.parameters()
-        with torch_defect("fsdp1_unused_forward_costs_offloaded_gradients"):
+        with torch_defect("fsdp1_unused_forward_costs_reduction"):
             self.assertIsNotNone(param.grad)
             self.assertEqual(param.grad, torch.full_like(param, 1.5))  # the mean of the ranks' gradients
 

@@ -1,9 +1,9 @@
-"""Under NO_SHARD, a gradient from ``no_sync()`` stays unreduced if its instance has no part in the next backward.
+"""A gradient from ``no_sync()`` is not reduced if its FSDP1 instance has no part in the next backward.
 
 ``no_sync`` promises that its gradients are synchronized in the first iteration after it. But a gradient is only reduced
 by the hook that runs after the instance's own gradient. If the instance was not used, or was frozen meanwhile, its
-gradient stays that of this rank. Under NO_SHARD the ranks then take different steps, and nothing raises. The other
-strategies raise: ``fsdp1_gradient_of_no_sync_raises``.
+gradient stays that of this rank. Under NO_SHARD the ranks then take different steps, and nothing raises. With the other
+strategies FSDP1 finds at the end of backward that a gradient was computed but not sharded, and raises.
 """
 
 import torch
@@ -21,6 +21,7 @@ DEFECT = Defect(
     features="fsdp1, accumulation, strategies",
     workaround="Let each instance take part in the backward that synchronizes: ``(loss + 0 * "
     "output_of_the_instance.sum()).backward()``.",
+    error="All sharded parameters that received a gradient in the post-backward should use `_saved_grad_shard`",
 )
 
 

@@ -2,8 +2,9 @@
 
 A local state dict has the local shards themselves, as views of the flat parameters. FSDP1 makes these views under
 ``no_grad`` but does not detach them. Autograd forbids an operation on such a view once its base was changed in place.
-So ``copy.deepcopy`` raises after an optimizer step, and ``dcp.load`` raises when it has filled one piece of a shard
-from a checkpoint and slices the shard for the next. ``fsdp1_local_state_dict_is_not_offloaded`` has the same cause.
+So ``copy.deepcopy`` raises after an optimizer step, and ``dcp.load`` raises when it has filled one piece of a shard.
+On accelerators, ``state_dict()`` with ``LocalStateDictConfig(offload_to_cpu=True)`` raises "requires_grad property is
+incompatible" for trainable parameters, because ``ShardedTensor.cpu`` rejects a copy that requires no gradient.
 """
 
 import copy
@@ -24,7 +25,7 @@ DEFECT = Defect(
     workaround="Use ``SHARDED_STATE_DICT``, or copy the state dict before the next step.",
     error="in sharded_deepcopy ... A view was created in no_grad mode and its base",
     documented="``Module.state_dict``: the tensors 'returned in the state dict are detached from autograd' by default",
-    fails_with=("RuntimeError",),
+    fails_with=("RuntimeError", "ValueError"),
 )
 
 

@@ -1,4 +1,4 @@
-"""Under NO_SHARD with ``use_orig_params=True``, an instance is never trained again after a step that skips its output.
+"""Under NO_SHARD with ``use_orig_params=True``, FSDP1 never trains an instance again after a step skips its output.
 
 Before backward FSDP1 replaces the registered parameters by views, which are not registered. If the loss does not depend
 on the instance's output, its hook after backward does not run. ``_catch_all_reshard`` should register the parameters
@@ -6,7 +6,8 @@ again, but it treats the instance as resharded, because under NO_SHARD the flat 
 All later steps compute gradients for the views, so the optimizer finds none at its parameters, and nothing raises. With
 one rank FSDP1 chooses NO_SHARD itself. An instance is affected if it runs before another one whose output is used. An
 instance that the step does not call, or that runs last, is not affected. In torch 2.15 the next step that uses the
-instance raises.
+instance raises. A root whose own parameters are frozen has no such hook if its input needs no gradient:
+``parameters()`` then leaves them out, and ``state_dict()`` raises an AssertionError.
 """
 
 import torch

@@ -1,10 +1,12 @@
-"""In mixed precision, an FSDP1 forward without a backward leaves the next gradient unreduced, so ranks diverge.
+"""With mixed precision or CPU offload, the backward after an unused FSDP1 forward gives unreduced gradients, or none.
 
 The first forward registers the hook that reduces the gradient on the flat parameter's gradient accumulator, and no
-later forward registers another one until a backward has removed it. Each change of the flat parameter's dtype replaces
-the accumulator, so the hook of an unused forward never runs. With ``use_orig_params=False``, each rank then keeps its
-own gradient. With NO_SHARD the optimizers of the ranks take different steps without an error. With the other strategies
-the gradient is not sharded either, and ``step`` raises.
+later forward registers another one until a backward has removed it. Each change of the flat parameter's dtype, and each
+move to or from the CPU, replaces the accumulator, so the hook of an unused forward never runs. Computing a metric
+without ``no_grad`` is such a forward. With ``use_orig_params=True`` the next backward leaves every ``grad`` None, and
+the optimizer changes nothing. Otherwise each rank keeps its own gradient. With NO_SHARD the optimizers of the ranks
+then take different steps without an error. With the other strategies the gradient is not sharded either, and ``step``
+raises.
 """
 
 import torch

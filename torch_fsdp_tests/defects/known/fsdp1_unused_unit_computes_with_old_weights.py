@@ -1,10 +1,11 @@
-"""With SHARD_GRAD_OP, an instance whose output was not used in the loss computes with old weights.
+"""With SHARD_GRAD_OP, an FSDP1 instance whose output was not used in the loss computes with old weights.
 
 Forward keeps the instance's unsharded parameters for backward, and makes the flat parameter point to its local shard.
 If no gradient reaches the instance, ``_catch_all_reshard`` has to reshard it at the end of backward. But it assumes
 that a flat parameter that points to its shard was already resharded. The next forward finds the parameters unsharded
 and uses them, although the optimizer has changed the local shards. This takes two accumulated microbatches of which the
-second does not use the instance, or an optimizer with momentum. Only ``use_orig_params=False`` is affected.
+second does not use the instance, or an optimizer with momentum. A frozen instance whose input needs no gradient, such
+as the first one of a model, stays unsharded as well. Only ``use_orig_params=False`` is affected.
 """
 
 import copy

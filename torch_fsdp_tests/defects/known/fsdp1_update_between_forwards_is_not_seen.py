@@ -1,12 +1,11 @@
-"""An FSDP1 forward ignores updates of parameters since the last forward if no backward ran in between.
+"""An FSDP1 forward uses old weights if no backward followed the last forward, as under ``no_grad`` before ``step()``.
 
-After forward, FULL_SHARD keeps the unsharded parameters of the root, and SHARD_GRAD_OP those of every instance, because
-a backward will need them soon. The next forward finds them unsharded and uses them, although the local shards may have
-changed: by an in-place write, by an optimizer step with other gradients, or by weight averaging. It happens under
-``no_grad`` as well.
+After forward, FULL_SHARD keeps the unsharded parameters of the root, and SHARD_GRAD_OP those of every instance, until a
+backward frees them. If none follows, as after a forward under ``no_grad`` between backward and ``step()``, the next
+forward finds the parameters unsharded and uses them. It ignores what an optimizer, weight averaging or an in-place
+write has changed in the local shards. This happens with both values of ``use_orig_params``.
 """
 
-import contextlib
 import copy
 
 import torch
@@ -21,25 +20,31 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._flat_param.FlatParamHandle.needs_unshard",
     features="fsdp1",
-    workaround="Change parameters inside ``FSDP.summon_full_params``, or after a backward.",
-    documented="``ShardingStrategy.FULL_SHARD``: 'reshards after the forward'",
-    arguable="The documentation says to avoid 'modifying the parameters between forward and backward' outside of "
-    "``summon_full_params``.",
+    workaround="Run the forward under ``no_grad`` after ``optimizer.step()``, or change parameters inside "
+    "``FSDP.summon_full_params``.",
+    documented="``ShardingStrategy.FULL_SHARD``: 'reshards after the forward'; ``SHARD_GRAD_OP``: 'parameters are "
+    "sharded outside computation'",
 )
 
 
-def outputs(model, device, workaround=False):
-    x = torch.ones(1, 2, device=device)
-    with torch.no_grad():
-        before = model(x).item()
-        with FSDP.summon_full_params(model) if workaround else contextlib.nullcontext():
-            for param in model.parameters():
-                param.mul_(10)
-        return [before, model(x).item()]
+def losses(model, device, workaround=False):
+    optim = torch.optim.SGD(model.parameters(), lr=0.5)
+    x = torch.linspace(-1, 1, 12, device=device).view(3, 4)
+    for _ in range(3):
+        loss = model(x).square().mean()
+        loss.backward()
+        yield loss.item()
+        if workaround:
+            optim.step()
+        with torch.no_grad():
+            model(x)  # such as a validation step
+        if not workaround:
+            optim.step()
+        optim.zero_grad()
 
 
 def reproduce(rank, world_size, device, workaround=False):
-    plain = nn.Linear(2, 1, bias=False, device=device)
-    nn.init.ones_(plain.weight)
-    model = FSDP(copy.deepcopy(plain), use_orig_params=True, device_id=device)
-    return outputs(model, device, workaround), outputs(plain, device)
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 4).to(device)
+    model = FSDP(copy.deepcopy(plain), device_id=device)
+    return list(losses(model, device, workaround)), list(losses(plain, device))

@@ -1,7 +1,7 @@
-"""FSDP2's first forward in inference mode raises if ``shard_placement_fn`` returns ``Shard(1)``.
+"""FSDP2's first forward in inference mode raises for ``Shard(1)`` parameters, or if a shard group has one rank.
 
-FSDP2 preserves the version counter of an unsharded parameter while it concatenates the columns of all ranks. A
-parameter that was allocated in inference mode has no version counter.
+FSDP2 preserves the version counter of an unsharded parameter while it copies into it, which it does for columns of all
+ranks and for the shard of a single rank. A parameter that was allocated in inference mode has no version counter.
 """
 
 import torch
@@ -19,7 +19,7 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_all_gather_copy_out",
     features="fsdp2, strategies",
     workaround="Use ``torch.no_grad()`` instead of inference mode.",
-    error="in foreach_all_gather_copy_out ... Inference tensors do not track version counter",
+    error="in wait_for_unshard ... Inference tensors do not track version counter",
     upstream=("https://github.com/pytorch/pytorch/issues/113203",),
     fails_with=("RuntimeError",),
 )

@@ -1,8 +1,11 @@
-"""HSDP with ``set_requires_all_reduce(False)`` does not all-reduce groups that the last microbatch does not use.
+"""HSDP with ``set_requires_all_reduce(False)`` loses or mixes up gradients of what the last microbatch does not use.
 
-After a backward without all-reduce, FSDP2 keeps the reduce-scattered gradients. The last microbatch all-reduces only
-the groups that get a gradient from it. The optimizer steps the other groups without the gradient of the earlier
-microbatches, and the next step adds this gradient to its own. ``set_requires_gradient_sync(False)`` has no such effect.
+After a backward without all-reduce, FSDP2 keeps the reduce-scattered gradients of a group in one flat buffer. The last
+microbatch all-reduces only the groups that get a gradient from it. The optimizer steps the other groups without the
+gradient of the earlier microbatches, and the next step adds this gradient to its own. FSDP2 does not record which
+parameters are in the buffer, and adds it to whatever the next backward reduces. If that backward uses other parameters
+of the group of the same sizes, their gradients are mixed up, and if the sizes differ, the addition raises.
+``set_requires_gradient_sync(False)`` has no such effects.
 """
 
 import torch
@@ -21,6 +24,7 @@ DEFECT = Defect(
     workaround="Accumulate with ``set_requires_gradient_sync(False)`` instead of ``set_requires_all_reduce(False)``.",
     documented="``set_requires_all_reduce``: for 'gradient accumulation with only reduce-scatter but not all-reduce "
     "for HSDP'",
+    fails_with=("AssertionError", "RuntimeError"),
 )
 
 

@@ -1,8 +1,10 @@
-"""A parameter assigned to a ``fully_shard`` module after its first forward is dropped, and the old one comes back.
+"""After its first forward, FSDP2 ignores a parameter assigned to a module, or converted by a submodule's ``to()``.
 
-FSDP2 registers the unsharded and the sharded parameter of the module in turns. It looks for a parameter that the user
-has assigned in the lazy initialization of the first forward, and after a load or a conversion, but not in a later
-forward. Such a forward computes with the old values, and afterwards the module has the old parameter again.
+FSDP2 registers the unsharded and the sharded parameter of the module in turns, and all-gathers from a reference to the
+memory of each local shard. It looks for another parameter or other memory in the lazy initialization of the first
+forward, after a load, and after a conversion of the module that ``fully_shard`` got, but not in a later forward. A
+forward after an assignment computes with the old values, and afterwards the module has the old parameter again. After
+``to()`` or ``to_empty()`` of a submodule, every forward uses the old values, whatever an optimizer or a user writes.
 """
 
 import torch

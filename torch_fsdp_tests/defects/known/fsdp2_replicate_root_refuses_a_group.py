@@ -1,7 +1,9 @@
-"""``fully_shard([a, b])`` below a root of ``replicate`` raises in its first forward.
+"""``fully_shard([a, b])`` below a root of ``replicate`` raises in its first forward, and other modules stay unsharded.
 
-When a root of ``replicate`` initializes lazily, it finds only states of ``replicate``. So the state of the group
-becomes a root itself, but a root must be a single module. Under a root of ``fully_shard`` the same model runs.
+When a root of ``replicate`` initializes lazily, it finds only states of ``replicate``. So a ``fully_shard`` module
+below it becomes a root itself. A root must be a single module, so a group raises. A root does not reshard after forward
+by default, so all other modules are unsharded at the same time between forward and backward, and sharding saves no
+memory there. A root of ``fully_shard`` finds both kinds.
 """
 
 import torch
@@ -18,10 +20,10 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed._composable.replicate_with_fsdp._ReplicateState._get_state_for_module",
     features="fsdp2, replicate, wrapping",
-    workaround="Wrap the modules one by one: ``fully_shard(a)``, ``fully_shard(b)``.",
+    workaround="Wrap the modules one by one, with ``reshard_after_forward=True``.",
     error="FSDP requires a single root module but got (",
     since="2.11",
-    fails_with=("RuntimeError",),
+    fails_with=("AssertionError", "RuntimeError"),
 )
 
 

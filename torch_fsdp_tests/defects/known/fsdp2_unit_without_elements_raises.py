@@ -1,8 +1,9 @@
-"""Backward of a ``fully_shard`` module raises if one of its parameters has no elements.
+"""Backward of a ``fully_shard`` module raises if one of its parameters has no elements, or no rows on a TP rank.
 
 FSDP2 reduces gradients with ``torch._chunk_cat``, which rejects a tensor without elements, even among others. A plain
-model runs. Such parameters are, for example, those of an adapter of rank 0 or of an embedding of no words. On CUDA with
-torch 2.11, SIGFPE kills the process in forward: ``torch.split_with_sizes_copy`` divides by zero.
+model runs, and so does TP without FSDP2. Such parameters are, for example, those of an adapter of rank 0 or of an
+embedding of no words, and on the second of two TP ranks those of a layer with one output after ``ColwiseParallel``. On
+CUDA with torch 2.11, SIGFPE kills the process in forward: ``torch.split_with_sizes_copy`` divides by zero.
 """
 
 import torch
@@ -18,7 +19,8 @@ DEFECT = Defect(
     exposure=Exposure.RARE,
     where="torch.distributed.fsdp._fully_shard._fsdp_collectives.foreach_reduce_scatter_copy_in",
     features="fsdp2",
-    workaround="Pass parameters without elements in ``ignored_params``.",
+    workaround="Pass parameters without elements in ``ignored_params``, and split no layer with fewer outputs than "
+    "there are TP ranks.",
     error="in foreach_reduce_scatter_copy_in ... _chunk_cat expects non-empty tensor",
     fails_with=("RuntimeError", "SIGFPE"),
 )

@@ -213,7 +213,7 @@ class TestFullyShardConversion(FSDPTestMultiThread):
         inp = uniform(3, 4, seed=self.rank)
         output, expected = model(inp), plain(inp)
         is_inside = name in ("frozen", "last")
-        with torch_defect("fsdp2_conversion_inside_a_unit_is_not_noticed", when=trained and is_inside):
+        with torch_defect("fsdp2_replaced_parameter_is_dropped", when=trained and is_inside):
             self.assertEqual(output, expected, rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(1)

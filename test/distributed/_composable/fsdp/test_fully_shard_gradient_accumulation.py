@@ -124,7 +124,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
     )
     def test_partial_reductions_of_other_parameters(self, microbatches, reshard_after_forward):
         """Gradients are right if microbatches before one all-reduce use different parameters of a group."""
-        with torch_defect("fsdp2_partial_reduction_reaches_another_parameter"):
+        with torch_defect("fsdp2_partial_reduction_of_unused_group_is_left"):
             self._test_partial_reductions(microbatches, lambda model: [model], reshard_after_forward)
 
     @skip_if_lt_x_gpu(4)

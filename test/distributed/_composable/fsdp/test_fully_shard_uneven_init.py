@@ -63,7 +63,7 @@ class TestFullyShardShardedParameterDTensor(InitTest):
         self.run_subtests({"layout": ["rowwise"], "rows": [1, 2, 3, 5]}, self._test_uneven_and_empty_shards)
         self.run_subtests({"layout": ["colwise"], "rows": [2, 3, 5]}, self._test_uneven_and_empty_shards)
 
-    @torch_defect("fsdp2_rank_without_rows_after_tp")
+    @torch_defect("fsdp2_unit_without_elements_raises")
     @skip_if_lt_x_gpu(1)
     def test_rank_without_rows(self):
         """If tensor parallelism leaves a rank without rows, FSDP has an empty parameter to shard.
