@@ -88,6 +88,7 @@ class TestRegistry(TestCase):
         most = {Exposure.DEFAULT: 0, Exposure.COMMON: 1}
         saves = "Saving and loading"  # the features of this group count as one
         groups = {each.short: saves if each.group == saves else each.name for each in FEATURES}
+        groups["mixed_precision"] = groups["tp"]  # many train with both by default
         for id in registry.ids():
             with self.subTest(id):
                 defect = registry.defect(id)

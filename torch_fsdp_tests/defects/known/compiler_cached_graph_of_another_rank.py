@@ -1,9 +1,11 @@
-"""With a warm cache, ``torch.compile`` over unevenly sharded DTensors loads another rank's graph and raises.
+"""With a warm cache, ``torch.compile`` over sharded DTensors loads the graph of another rank of the machine and raises.
 
-``DTensor._stable_hash_for_caching`` gives AOTAutograd's cache the global shape and the placements, but not the shape of
-the local shard. So ranks whose shards differ in shape have the same key, in a cache that the ranks of a machine share
-by default. The first run is right, because each rank compiles its own graph. In a later run a rank can find the graph
-of another rank, and then raises in ``assert_size_stride``. The reproduction compares the keys, without compiling.
+``DTensor._stable_hash_for_caching`` gives AOTAutograd's cache the global shape and the placements, but neither the
+shape of the local shard nor, before 2.15, its device. So all ranks of a machine have the same key in the cache that
+they share by default. The first run is right, because each rank compiles its own graph. In a later run a rank can find
+the graph of another rank. It raises in ``assert_size_stride`` if its own local shard has another shape. Before 2.15 the
+graph may also be one for another rank's device. Since then accelerators of one machine have different keys, and only
+ranks that share a device, such as the CPU, are affected. The reproduction compares the keys, without compiling.
 """
 
 import torch.distributed as dist

@@ -14,7 +14,7 @@ from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Ex
 DEFECT = Defect(
     component=Component.DCP,
     consequence=Consequence.ERROR,
-    exposure=Exposure.COMMON,
+    exposure=Exposure.RARE,
     where="torch.distributed.checkpoint.staging.DefaultStager._stage",
     features="fsdp2, checkpoint",
     workaround="Make a new stager for each save.",

@@ -1,4 +1,4 @@
-"""After a step, loading a flattened optimizer state dict hangs if an FSDP1 rank has no elements of a parameter.
+"""``set_optimizer_state_dict`` of a flattened state dict hangs if an FSDP1 rank has no elements of a parameter.
 
 With ``use_orig_params=True``, such a rank has no state for the parameter, once the optimizer has stepped or was loaded.
 ``set_optimizer_state_dict`` takes only the states that the rank has from a flattened state dict, and FSDP1 gathers

@@ -1,8 +1,10 @@
 """``set_optimizer_state_dict`` raises for a state dict that DSD saved before all parameters had a state.
 
 An optimizer creates a parameter's state in the first step in which the parameter has a gradient. A branch that was not
-used yet, or a layer that was frozen until now, has none. ``get_optimizer_state_dict`` makes missing states only if the
-optimizer has no state at all. So it saves some, and the load raises because a state is missing.
+used yet, or a layer that was frozen until now, has none. An unused parameter and AdamW are enough.
+``get_optimizer_state_dict`` makes missing states only if the optimizer has no state at all. So it saves some, and the
+load raises because a state is missing. ``dcp.load`` into the state dict of a new optimizer, for which all states are
+made, raises before: "Missing key in checkpoint state_dict: optimizer.state.1.weight.step".
 """
 
 import torch
@@ -20,7 +22,7 @@ from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Ex
 DEFECT = Defect(
     component=Component.DSD,
     consequence=Consequence.ERROR,
-    exposure=Exposure.RARE,
+    exposure=Exposure.COMMON,
     where="torch.distributed.checkpoint.state_dict._init_optim_state",
     features="fsdp2, optimizer_state",
     workaround="Load with ``StateDictOptions(strict=False)`` (with torch 2.10 or later).",

@@ -1,4 +1,4 @@
-"""With ``use_orig_params=False``, a backward that computes no gradient for an instance drops its accumulated one.
+"""With ``use_orig_params=False``, a backward that computes no gradient for an FSDP1 instance drops its accumulated one.
 
 Before backward FSDP1 takes the sharded gradient of the flat parameter out of ``grad``, to add the next gradient to it.
 It puts it back only if the flat parameter got a gradient in this backward. If the instance ran, but its parameters were

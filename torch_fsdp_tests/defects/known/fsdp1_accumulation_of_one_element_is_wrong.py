@@ -1,4 +1,4 @@
-"""Gradient accumulation outside ``no_sync()`` is wrong for a flat parameter of one element.
+"""FSDP1's gradient accumulation outside ``no_sync()`` is wrong for a flat parameter of one element.
 
 The unsharded flat parameter and each local shard then have the same size. FSDP1 distinguishes a reduced gradient from
 one that was accumulated in ``no_sync()`` by its size. So it treats the reduced shard as a local gradient, adds the next

@@ -1,4 +1,4 @@
-"""With TP and ``use_orig_params=True``, the second of two forwards in ``no_sync()`` raises.
+"""With TP and ``use_orig_params=True``, the second of two FSDP1 forwards in ``no_sync()`` raises.
 
 In ``no_sync()`` gradients stay unsharded when parameters are resharded. Their shapes then differ, so FSDP1 sets the
 ``data`` of a gradient. Under TP it sets the ``data`` of a plain tensor to a DTensor, and the result has no storage.

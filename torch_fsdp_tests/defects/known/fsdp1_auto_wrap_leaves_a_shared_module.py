@@ -1,4 +1,4 @@
-"""``auto_wrap_policy`` wraps a shared module only in its first place, so forward is wrong in the second.
+"""FSDP1's ``auto_wrap_policy`` wraps a shared module only in its first place, so forward is wrong in the second.
 
 FSDP1 puts its instance into the place where it meets the module first. It does not visit the module again, neither
 under another name nor in another parent. So the second place keeps the plain module, and nothing unshards the

@@ -1,4 +1,4 @@
-"""With ``use_orig_params=True``, ``Module.to()`` after ``zero_grad()`` brings the old gradients back.
+"""``Module.to()`` of an FSDP1 model after ``zero_grad()`` brings old gradients back if ``use_orig_params=True``.
 
 Gradients are views of the flat parameter's gradient. ``zero_grad()`` sets the views to None. The flat parameter's
 gradient stays until the next forward, which finds that the views are gone. ``Module.to()`` and similar methods create

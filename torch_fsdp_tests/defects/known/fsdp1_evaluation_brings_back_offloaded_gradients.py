@@ -1,4 +1,4 @@
-"""With CPU offload and ``use_orig_params=True``, a forward under ``no_grad`` brings back gradients that were None.
+"""With CPU offload and ``use_orig_params=True``, FSDP1's ``no_grad`` forward brings back gradients that were None.
 
 FSDP1 keeps a buffer on the CPU for the gradient of each offloaded flat parameter. When a forward under ``no_grad``
 reshards, FSDP1 sets views of this buffer as the gradients of the parameters, even if they have none: zeros before the

@@ -1,4 +1,4 @@
-"""After an exception in backward, ``zero_grad()`` does not clear sharded gradients, and the next step uses them.
+"""After an exception in backward, ``zero_grad()`` of an FSDP1 model keeps sharded gradients, which the next step uses.
 
 In backward FSDP1 keeps the sharded gradients of its instances outside ``grad``: those of earlier microbatches, and
 those that this backward has reduced already. At the end of backward it puts them into ``grad``. An exception leaves

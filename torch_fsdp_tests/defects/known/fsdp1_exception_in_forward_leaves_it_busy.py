@@ -1,4 +1,4 @@
-"""After an exception in forward or backward, ``no_sync()`` raises until the end of the next backward.
+"""After an exception in forward or backward, FSDP1's ``no_sync()`` raises until the end of the next backward.
 
 Each FSDP1 instance records whether a forward or a backward runs. After an exception it keeps this state until the end
 of the next backward. ``no_sync()`` checks the state, so accumulation cannot begin again with the failed microbatch.

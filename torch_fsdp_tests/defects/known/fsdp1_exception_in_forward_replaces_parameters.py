@@ -1,4 +1,4 @@
-"""After an exception in forward, NO_SHARD with ``use_orig_params`` no longer uses the module's parameters.
+"""After an exception in forward, FSDP1's NO_SHARD with ``use_orig_params`` no longer uses the module's parameters.
 
 During forward FSDP registers views of its flat parameter as plain tensors in place of the parameters. An exception
 leaves them there. Before the next forward FSDP treats each view as a new parameter of the user, and uses it from then

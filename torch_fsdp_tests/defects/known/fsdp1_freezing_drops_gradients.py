@@ -1,4 +1,4 @@
-"""With ``use_orig_params=True``, a parameter that is frozen after its backward loses its gradient.
+"""With ``use_orig_params=True``, FSDP1 drops the gradient of a parameter that is frozen after its backward.
 
 At the next forward or backward FSDP1 sets the gradients of parameters to views of the flat gradient, and to None for a
 parameter that requires no gradient. The next backward then writes zeros where the gradient was. In a plain module a

@@ -1,4 +1,4 @@
-"""An ignored buffer of a nested instance excludes a buffer of the root with the same name from ``buffer_dtype``.
+"""An ignored buffer of a nested FSDP1 instance excludes the root's buffer of the same name from ``buffer_dtype``.
 
 The names of ignored buffers of a nested instance are relative to that instance. They are added to the root's ignored
 names without the path to the instance. A buffer of the root that has such a name is then ignored as well, and keeps its

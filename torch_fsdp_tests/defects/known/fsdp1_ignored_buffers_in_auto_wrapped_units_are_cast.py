@@ -1,4 +1,4 @@
-"""With ``auto_wrap_policy``, mixed precision casts buffers of ``ignored_modules`` inside a wrapped module.
+"""With ``auto_wrap_policy``, FSDP1's mixed precision casts buffers of ``ignored_modules`` inside a wrapped module.
 
 The root passes the ignored parameters on to the instances that the policy makes, but not the ignored modules. So such
 an instance treats the buffers of an ignored module inside it as its own, and casts them. Without the policy the same

@@ -1,4 +1,4 @@
-"""After a forward under ``inference_mode()``, ``requires_grad_(True)`` raises for parameters without a local shard.
+"""After FSDP1 ran in ``inference_mode()``, ``requires_grad_(True)`` raises for parameters without a local shard.
 
 With ``use_orig_params=True`` a parameter of which this rank has no elements gets a new empty tensor whenever FSDP1
 reshards. If that happens in inference mode, the parameter becomes an inference tensor, for which autograd forbids

@@ -1,4 +1,4 @@
-"""``ignored_modules`` has no effect if it is an iterator, such as a generator.
+"""FSDP1's ``ignored_modules`` has no effect if it is an iterator, such as a generator.
 
 FSDP1 first checks the items, and makes a list for that. Then it iterates over the argument itself again, and an
 iterator has nothing left. So FSDP1 shards the modules and averages their gradients. ``ignored_states`` accepts

@@ -1,4 +1,4 @@
-"""``state_dict(keep_vars=True)`` casts the model's own buffers from ``buffer_dtype`` back to full precision.
+"""FSDP1's ``state_dict(keep_vars=True)`` casts the model's buffers from ``buffer_dtype`` back to full precision.
 
 FSDP1 saves buffers of low precision in full precision by setting the ``data`` of the tensors in the state dict.
 Normally these are detached from the buffers. With ``keep_vars=True`` they are the buffers themselves, and FSDP1 casts

@@ -1,4 +1,4 @@
-"""With CPU offload and ``keep_low_precision_grads=True``, the backward after ``zero_grad()`` raises.
+"""With CPU offload and ``keep_low_precision_grads=True``, FSDP1's backward after ``zero_grad()`` raises.
 
 The CPU buffer for the offloaded gradient becomes the parameter's gradient and is cast to low precision in place. The
 next backward casts it back only if the parameter still has a gradient, but ``zero_grad()`` has set that to None. So a

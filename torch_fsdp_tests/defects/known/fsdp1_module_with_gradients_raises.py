@@ -1,4 +1,4 @@
-"""With ``use_orig_params=True``, the first forward raises if a parameter had a gradient when the module was wrapped.
+"""With ``use_orig_params=True``, FSDP1's first forward raises if a parameter had a gradient when it was wrapped.
 
 FSDP1 replaces the data of the parameters by local shards, and leaves their gradients, which have the old shapes. The
 first forward compares both shapes and raises. A parameter that lies entirely in one rank's shard keeps its gradient,

@@ -1,4 +1,4 @@
-"""Mixed precision does not cast an input that is a ``PackedSequence``, so a recurrent layer raises.
+"""FSDP1's mixed precision does not cast an input that is a ``PackedSequence``, so a recurrent layer raises.
 
 The cast is applied to the data of the sequence, but its result is dropped and the sequence is passed on unchanged. The
 layer then has parameters of low precision and an input of full precision.

@@ -1,4 +1,4 @@
-"""With CPU offload and ``use_orig_params=True``, ``param.data = value`` before the first forward is undone later.
+"""With CPU offload and ``use_orig_params=True``, FSDP1 later undoes ``param.data = value`` before the first forward.
 
 FSDP1 copies the data of a replaced parameter into the flat parameter before it unshards it. The first forward also pins
 the flat parameter's memory, which makes a copy. The new data was written to the old memory, and the flat parameter

@@ -14,7 +14,7 @@ from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Ex
 DEFECT = Defect(
     component=Component.FSDP1,
     consequence=Consequence.ERROR,
-    exposure=Exposure.COMMON,
+    exposure=Exposure.RARE,
     where="torch.distributed.fsdp._shard_utils._create_chunk_sharded_tensor",
     features="fsdp1, state_dict",
     workaround="Save a full state dict: ``StateDictType.FULL_STATE_DICT``.",

@@ -1,4 +1,4 @@
-"""Under NO_SHARD with ``use_orig_params``, the device's copy of an offloaded flat parameter is reused while in use.
+"""Under NO_SHARD with ``use_orig_params``, FSDP1 reuses the device's copy of an offloaded flat parameter while in use.
 
 FSDP1 copies the flat parameter to the device on the pre-unshard stream, and the module reads the copy on the current
 stream. After the module has run, FSDP1 drops the copy, but has not recorded the current stream with the allocator

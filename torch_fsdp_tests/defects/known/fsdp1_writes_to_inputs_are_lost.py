@@ -1,8 +1,8 @@
-"""What the ``forward()`` of an FSDP1 root writes into an input list or dict is lost.
+"""What the ``forward()`` of an FSDP root writes into an input list or dict is lost (for FSDP2 on accelerators only).
 
 The root moves its inputs to the device by rebuilding each container that is not empty, even if nothing in it has to
-move. The module gets a copy, so a cache or a log that it is given to fill stays as it was. FSDP2 and DDP use the same
-function on an accelerator.
+move. The module gets a copy, so a cache or a log that it is given to fill stays as it was. FSDP1 does so on every
+device, and FSDP2 and DDP, which use the same function, on accelerators.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""With SHARD_GRAD_OP, ``zero_grad()`` between forward and backward keeps the gradients of the last instance.
+"""With SHARD_GRAD_OP, ``zero_grad()`` between FSDP1's forward and backward keeps the gradients of the last instance.
 
 With ``use_orig_params=True``, FSDP1 checks at certain points whether all gradients of an instance have become None, and
 then drops the gradient of its flat parameter. In backward the root does so. But the hook of an instance that makes the

@@ -1,4 +1,4 @@
-"""Gradient accumulation with a ``reduce_dtype`` raises if the last microbatch is the first to use a parameter.
+"""FSDP2's accumulation with a ``reduce_dtype`` raises if the last microbatch is the first to use a parameter.
 
 While FSDP2 does not reduce gradients, it accumulates them in ``reduce_dtype``. A parameter that only the last
 microbatch uses has a gradient in ``param_dtype``. FSDP2 does not cast it before it compares the dtypes of the group.

@@ -1,9 +1,9 @@
-"""The first forward raises if ``shard_placement_fn`` returns ``Shard(1)`` for a frozen ``(0, n)`` parameter.
+"""FSDP2's first forward raises if ``shard_placement_fn`` returns ``Shard(1)`` for a frozen ``(0, n)`` parameter.
 
 ``fully_shard`` gives a local shard without elements the shape ``(0, 0)``, instead of ``(0, 2)`` for two of four
 columns. The lazy initialization compares the two and reports uneven sharding. A parameter with rows but without columns
 gets the same shape, but nothing raises. A parameter that requires gradients raises in backward anyway, as in
-``fsdp2_rank_without_rows_after_tp``.
+``fsdp2_unit_without_elements_raises``.
 """
 
 import torch

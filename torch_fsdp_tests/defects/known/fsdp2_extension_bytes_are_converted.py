@@ -1,4 +1,4 @@
-"""A byte payload of an all-gather extension is converted like numbers if a shard group has one rank.
+"""A byte payload of an FSDP2 all-gather extension is converted like numbers if a shard group has one rank.
 
 FSDP allocates the all-gather output with the dtype of the first payload, and keeps it. If a later payload is a tensor
 of bytes, the all-gather copies the bytes. With one rank in a shard group there is no all-gather, and the payload is

@@ -1,4 +1,4 @@
-"""An all-gather extension that returns two tensors gets only the first one back if a shard group has one rank.
+"""An FSDP2 all-gather extension that returns two tensors gets only the first one back if a shard group has one rank.
 
 ``fsdp_post_all_gather`` should get as many outputs as ``fsdp_pre_all_gather`` returned inputs. With one rank in a shard
 group, FSDP2 copies the first input only. An extension that adds up its outputs, such as a quantized all-gather,

@@ -1,4 +1,4 @@
-"""After a ``no_grad`` forward, the next backward runs an all-gather that it does not need.
+"""After a ``no_grad`` forward of an FSDP2 model, the next backward runs an all-gather that it does not need.
 
 FSDP2 records the order of forwards for prefetching in backward, and clears the record at the end of backward. A forward
 under ``no_grad`` adds to it, but has no backward. So the next backward prefetches for the earlier forward.

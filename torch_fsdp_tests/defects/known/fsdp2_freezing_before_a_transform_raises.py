@@ -1,4 +1,4 @@
-"""A forward under a ``torch.func`` transform raises if a parameter was frozen or unfrozen since the last forward.
+"""FSDP2's forward under a ``torch.func`` transform raises if a parameter was frozen or unfrozen since the last one.
 
 FSDP2 leaves the transform while it unshards. When it registers the unsharded parameters, it gives them the
 ``requires_grad`` of the local shards with ``requires_grad_()``. Every transform rejects this call, even outside of its

@@ -1,4 +1,4 @@
-"""``autograd.grad`` through an inner module inside forward reshards the root, and the rest of the forward raises.
+"""``autograd.grad`` through an inner FSDP2 module in forward reshards the root, and the rest of the forward raises.
 
 A model of forces differentiates an energy in its forward. At the end of this inner backward, FSDP2 ends the backward of
 the root and of all modules below it, including those in the middle of their forward, and reshards parameters that the

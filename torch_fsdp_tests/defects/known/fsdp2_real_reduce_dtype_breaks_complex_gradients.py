@@ -1,4 +1,4 @@
-"""A real ``reduce_dtype`` makes backward raise for complex parameters, and since 2.15 it drops imaginary parts.
+"""With a real ``reduce_dtype``, FSDP2's backward raises for complex parameters, or since 2.15 drops imaginary parts.
 
 A parameter that is not of a floating-point dtype ignores ``param_dtype``, but not ``reduce_dtype``. Until 2.14 the copy
 of its gradient into the input of the reduce-scatter raises. Since 2.15 each gradient is converted before, which drops

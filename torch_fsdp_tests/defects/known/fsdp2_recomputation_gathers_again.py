@@ -1,4 +1,4 @@
-"""Two forwards before one backward add an all-gather of a module inside a checkpointed block.
+"""Two FSDP2 forwards before one backward add an all-gather of a module inside a checkpointed block.
 
 The modules inside the block are recomputed for each of the two forwards. The post-forward hook of the recomputation
 reshards a module just before its gradients are computed, so that backward has to all-gather it again.

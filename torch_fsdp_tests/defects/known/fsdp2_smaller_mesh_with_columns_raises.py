@@ -1,4 +1,4 @@
-"""Backward raises if ``shard_placement_fn`` returns ``Shard(1)`` and ``reshard_after_forward`` is an int.
+"""FSDP2's backward raises if ``shard_placement_fn`` returns ``Shard(1)`` and ``reshard_after_forward`` is an int.
 
 With an int, FSDP2 keeps a flat local shard of each parameter after forward. In backward it all-gathers these shards and
 concatenates them as if they were columns, with a shape of one dimension.

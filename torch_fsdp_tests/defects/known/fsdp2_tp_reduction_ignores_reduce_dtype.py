@@ -1,9 +1,10 @@
-"""Gradients of a parameter that TP replicates are summed over TP ranks in ``param_dtype``, not in ``reduce_dtype``.
+"""FSDP2 sums gradients of parameters that TP replicates over TP ranks in ``param_dtype``, not in ``reduce_dtype``.
 
 With sequence parallelism, each rank has the gradient of its part of the sequence for the weights of a norm. FSDP2 sums
 them over the TP ranks before its own reduction, in the dtype in which they were computed. In bfloat16 the sum is
 rounded, although ``reduce_dtype`` is float32. It is the same with ``dp_mesh_dims``. Gradients that are accumulated
-without synchronization are cast first, and their sum is right.
+without synchronization are cast first, and their sum is right. Sequence parallelism with bfloat16 parameters and
+float32 reduction, the default of torchtitan, is affected.
 """
 
 import torch
@@ -17,7 +18,7 @@ from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Ex
 DEFECT = Defect(
     component=Component.FSDP2,
     consequence=Consequence.SILENTLY_WRONG,
-    exposure=Exposure.RARE,
+    exposure=Exposure.COMMON,
     where="torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.unsharded_grad_data",
     features="fsdp2, mixed_precision, tp",
     workaround="Shard the replicated layers by themselves, without a ``param_dtype``.",
