@@ -7,21 +7,25 @@ from typing import NamedTuple
 from torch_fsdp_tests.defects import registry
 from torch_fsdp_tests.defects.registry import Defect, InvalidQuery
 from torch_fsdp_tests.installed_torch import torch_facts
-from torch_fsdp_tests.installed_torch.version_ranges import dotted
+from torch_fsdp_tests.installed_torch.version_ranges import dotted, version_fits
 
 
 class Changes(NamedTuple):
-    """The defects of only one of two versions, and sentences about FSDP and what it depends on."""
+    """The defects of only one of two versions, and sentences about FSDP and what it depends on.
+
+    ``introduced`` are those of features that both versions have, and ``in_new_features`` the others.
+    """
 
     fixed: list[Defect]
     introduced: list[Defect]
+    in_new_features: list[Defect]
     new: list[str]
     changed: list[str]
 
     def sections(self) -> dict[str, list[Defect] | list[str]]:
         """The changes by title, without empty lists."""
         titles: dict[str, list[Defect] | list[str]] = {"Fixed": self.fixed, "Introduced": self.introduced}
-        titles |= {"New": self.new, "Changed": self.changed}
+        titles |= {"In new features": self.in_new_features, "New": self.new, "Changed": self.changed}
         return {title: each for title, each in titles.items() if each}
 
 
@@ -39,9 +43,11 @@ def between(older: str, newer: str) -> Changes:
         for fact in sorted(torch_facts.facts().values(), key=lambda fact: fact.since)
         if not fact.fixes and dotted(fact.since) in known[known.index(older) + 1 : known.index(newer) + 1]
     ]
+    came = [defect for defect in defects if defect.is_in(newer) and not defect.is_in(older)]
     return Changes(
         [defect for defect in defects if defect.is_in(older) and not defect.is_in(newer)],
-        [defect for defect in defects if defect.is_in(newer) and not defect.is_in(older)],
+        [defect for defect in came if version_fits(older, f">={defect.since}")],
+        [defect for defect in came if not version_fits(older, f">={defect.since}")],
         [sentence for sentence, fact in facts if fact.is_new],
         [sentence for sentence, fact in facts if not fact.is_new],
     )
@@ -57,7 +63,8 @@ def text(older: str, newer: str) -> str:
 
 
 def _line(defect: Defect, older: str) -> str:
-    known = registry.versions()
-    is_new = defect.since in known and known.index(defect.since) > known.index(older)
-    note = f" (before {defect.since} it cannot show)" * is_new
-    return f"{defect.headline}{note}"
+    """The defect, and the first version after the older one that differs in it."""
+    known, has = registry.versions(), defect.is_in(older)
+    later = known[known.index(older) :]
+    change = next((version for version in later if defect.is_in(version) is not has), "")
+    return f"{defect.headline} ({'fixed in' if has else 'since'} {change})"

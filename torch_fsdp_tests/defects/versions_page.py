@@ -42,7 +42,8 @@ def render() -> str:
         exposure=_values(Exposure, {each.exposure for each in defects}),
         component=_values(Component, {each.component for each in defects}),
     )
-    worst = [defect for defect in defects if defect.is_in(versions[-1])][:WORST]
+    present = [defect for defect in defects if defect.is_in(versions[-1])]
+    worst = sorted(present, key=lambda defect: defect.exposure.position)[:WORST]  # what most users may meet
     steps = [_changes(older, newer) for older, newer in itertools.pairwise(versions)]
     parts = [
         Section(f"The worst of torch {versions[-1]}", _list(worst)),
