@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Sequence
 
 from torch_fsdp_tests.defects import registry
-from torch_fsdp_tests.defects.ranking import FITS, Ranking, words
+from torch_fsdp_tests.defects.ranking import Ranking, words
 from torch_fsdp_tests.defects.registry import Defect, InvalidQuery
 from torch_fsdp_tests.dispatch.features import FEATURES
 
@@ -28,13 +28,14 @@ _WEIGHTS = {
     "upstream": 1.0,
 }
 
+HAS_CONDITION = 0.5  # texts beside an error that fit less say nothing about the defect's condition
 _ISSUE = re.compile(r"(?:https?://\S*/(?:issues|pull)/|\b)(\d{3,})\b\S*")  # by its address or its number
 
 # In a traceback: any frame, the module and the function of a frame of torch or Python, and the exceptions that Python
 # raises by itself in any program.
 _ANY_FRAME = re.compile(r'File ".*", line \d+, in ')
 _FRAME = re.compile(r'File "[^"]*/((?:torch/|python[\d.]*/(?!site-packages))[^"]*)\.py", line \d+, in (\S+)')
-_OUTSIDE_FSDP = re.compile(r'File "[^"]*/(?!torch/distributed)torch/.*\n.*\n')
+_CODE_OF_TORCH = re.compile(r'File "[^"]*/torch/.*\n.*\n|File ".*\n')  # and the places of the user's code
 _ERROR = re.compile(r"\b\w+(?:Error|Exception)\b")
 _PYTHONS_OWN = {"AttributeError", "IndexError", "KeyError", "TypeError", "ZeroDivisionError"}
 
@@ -53,16 +54,28 @@ def by_words(text: str) -> list[Defect]:
 
 def by_traceback(text: str) -> list[Defect]:
     """The defects whose error is in this text. First are those that name a function near its end, then those whose
-    message has more words, then those that have words of the user's code, and then the worst."""
+    message has more words, then those whose condition is in the user's code or words, and then the worst."""
     frames = [(module.replace("/", "."), name) for module, name in _FRAME.findall(text)]
-    situation = _ranking().fits(_OUTSIDE_FSDP.sub("", text))
-    fits = {defect.id: fit if fit >= FITS else 0 for defect, fit in zip(registry.defects(), situation)}
+    found = [defect for defect in registry.defects() if defect.error and _ends_in(defect, text, frames)]
+    condition = _ranking().fits(_beside_the_error(text, found))
+    fits = {defect.id: fit if fit >= HAS_CONDITION else 0 for defect, fit in zip(registry.defects(), condition)}
 
     def order(defect: Defect) -> tuple[float, ...]:
         return _distance(defect, frames), -len(words(defect.message)), -fits[defect.id]
 
-    found = [defect for defect in registry.defects() if defect.error and _ends_in(defect, text, frames)]
     return sorted(found, key=order)
+
+
+def _beside_the_error(text: str, found: Sequence[Defect]) -> str:
+    """The user's code and words, without what all defects with this error have: torch's code and the message."""
+    for defect in found:
+        text = re.sub(rf"(?s)({_ERROR.pattern}: )?{_pattern(defect)}", "", text)
+    return _CODE_OF_TORCH.sub("", text)
+
+
+def _pattern(defect: Defect) -> str:
+    """Matches the message of its error."""
+    return ".*".join(map(re.escape, defect.message.split(" ... ")))
 
 
 def by_features(used: Collection[str]) -> list[Defect]:
@@ -83,7 +96,7 @@ def _ends_in(defect: Defect, text: str, frames: Sequence[tuple[str, str]]) -> bo
     A user may have called another function of the same file, unless any program could have the message. If the text
     has no frames, as when only the message is known, the message is enough.
     """
-    found = re.search(".*".join(map(re.escape, defect.message.split(" ... "))), text, re.DOTALL)
+    found = re.search(_pattern(defect), text, re.DOTALL)
     if not found or not defect.functions or not _ANY_FRAME.search(text):
         return found is not None
     if {*defect.functions} & {name for _, name in frames}:
@@ -97,7 +110,7 @@ def _ends_in(defect: Defect, text: str, frames: Sequence[tuple[str, str]]) -> bo
 def _distance(defect: Defect, frames: Sequence[tuple[str, str]]) -> float:
     """How many frames lie between the end of a traceback and a function that the defect names."""
     names = [name for _, name in reversed(frames)]
-    if not defect.functions:
+    if not defect.functions or not frames:
         return len(names)
     return min((names.index(name) for name in defect.functions if name in names), default=len(names) + 1)
 
