@@ -264,8 +264,8 @@ class TestChanges(TestCase):
 
     def test_lines_have_the_version_of_the_change(self):
         """Also in steps over several versions. A defect of a feature that the older version lacks is no regression."""
-        fixed, came = changes.text("2.9", "2.15").split("Introduced (")
-        introduced, in_new = came.split("In new features (")
+        fixed, others = changes.text("2.9", "2.15").split("Introduced (")
+        introduced, in_new = others.split("In new features (")
         self.assertRegex(fixed, r"fsdp2_outputs_in_dataclasses_raise .* \(fixed in 2\.12\)")
         self.assertRegex(introduced, r"compiler_cached_graph_of_another_rank .* \(since 2\.12\)")
         self.assertRegex(in_new, r"fsdp2_order_of_spmd_axes_is_lost .* \(since 2\.14\)")

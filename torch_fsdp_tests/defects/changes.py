@@ -43,11 +43,11 @@ def between(older: str, newer: str) -> Changes:
         for fact in sorted(torch_facts.facts().values(), key=lambda fact: fact.since)
         if not fact.fixes and dotted(fact.since) in known[known.index(older) + 1 : known.index(newer) + 1]
     ]
-    came = [defect for defect in defects if defect.is_in(newer) and not defect.is_in(older)]
+    only_newer = [defect for defect in defects if defect.is_in(newer) and not defect.is_in(older)]
     return Changes(
         [defect for defect in defects if defect.is_in(older) and not defect.is_in(newer)],
-        [defect for defect in came if version_fits(older, f">={defect.since}")],
-        [defect for defect in came if not version_fits(older, f">={defect.since}")],
+        [defect for defect in only_newer if version_fits(older, f">={defect.since}")],
+        [defect for defect in only_newer if not version_fits(older, f">={defect.since}")],
         [sentence for sentence, fact in facts if fact.is_new],
         [sentence for sentence, fact in facts if not fact.is_new],
     )

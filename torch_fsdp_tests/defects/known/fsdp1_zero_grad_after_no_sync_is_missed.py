@@ -1,4 +1,4 @@
-"""``zero_grad()`` of an FSDP1 model keeps a synchronized gradient if a backward in ``no_sync()`` came after it.
+"""``zero_grad()`` of an FSDP1 model keeps a synchronized gradient if a backward in ``no_sync()`` follows it.
 
 For a backward FSDP1 takes the sharded gradient out of ``grad``. After a backward in ``no_sync()`` ``grad`` is the
 unsharded gradient, and the sharded one is kept elsewhere until the next synchronized backward, which adds it.
