@@ -239,7 +239,13 @@ class TestCommand(TestCase):
         """The text for torch's issue tracker has all parts."""
         status, out = self.printed("--issue", SHOWN)
         self.assertEqual(status, 0)
-        for words in ("# An all-gather extension", "## What happens", "```python", "## Where", "PyTorch version:"):
+        for words in (
+            "# An FSDP2 all-gather extension",
+            "## What happens",
+            "```python",
+            "## Where",
+            "PyTorch version:",
+        ):
             self.assertIn(words, out)
         self.assertIn('Actual: `{"weight": 0.75}`', out)
 

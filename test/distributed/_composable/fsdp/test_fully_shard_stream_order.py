@@ -72,6 +72,11 @@ def prepare_kept_last_layer(model: Any) -> None:
     model[2].set_unshard_in_backward(False)
 
 
+def prepare_unused_parameters(model: Any) -> None:
+    if hasattr(model, "set_reduce_scatter_unused_params"):
+        model.set_reduce_scatter_unused_params(True)
+
+
 def train_after_event(model: Any, inp: torch.Tensor) -> None:
     """The all-gathers of forward wait for the optimizer's event, not for later work of the current stream."""
     streams = torch.get_device_module(inp.device.type)
@@ -151,6 +156,7 @@ SCENARIOS = {
     "several backwards": Scenario(train_several_backwards),
     "state dicts": Scenario(train_with_states),
     "unused prefetch": Scenario(train_unused_prefetch),
+    "unused layer": Scenario(lambda model, inp: train(partial(model, used=(0, 2)), inp), prepare_unused_parameters),
     "unsharded by hand": Scenario(train_unsharded_by_hand),
     "part of a group": Scenario(lambda model, inp: train(partial(model, used=(0, 2)), inp), shard=shard_together),
 }
