@@ -110,6 +110,20 @@ class Wraps(Processes):
         self.assertEqual([process.exitcode for process in self.processes], [0, 0])
 
 
+class WrapsApart(Wraps):
+    """Ends its ranks one after the other."""
+
+    def test_passes(self) -> None:
+        if self.rank != self.MAIN_PROCESS_RANK:
+            self.assertEqual(self.pipe.recv(), "go on")
+            return
+        for (pipe, _), process in zip(self.pipes, self.processes, strict=True):
+            self.assertEqual(process.exitcode, None)
+            pipe.send("go on")
+            process.join(AT_ONCE)
+            self.assertEqual(process.exitcode, 0)
+
+
 class Starts(Processes):
     """Starts the ranks itself, each with its own environment."""
 

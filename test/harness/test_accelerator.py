@@ -25,7 +25,7 @@ from torch_fsdp_tests.device import accelerator, accelerator_probe, machine, ven
 from torch_fsdp_tests.device.accelerator import Accelerator, ConfigurationError
 from torch_fsdp_tests.device.vendors import Vendor
 from torch_fsdp_tests.processes import launcher
-from torch_fsdp_tests.ranks import server
+from torch_fsdp_tests.ranks import RanksErred, server
 
 CLUSTER = Accelerator("xpu", "xccl", count=2, ranks=2, capabilities=frozenset({"device_index", "streams"}))
 HOST = accelerator.from_torch("cpu", None, None)  # the CPU is the subject
@@ -365,9 +365,12 @@ class TestMachine(TestCase):
 class TestRequirements(TestCase):
     """Without it, a test could run on a device that lacks what it needs, or be skipped on one that has it."""
 
-    def reason(self, decorator: Callable[[Callable], Callable], device: Accelerator) -> str:
+    def reason(
+        self, decorator: Callable[[Callable], Callable], device: Accelerator, body: Callable[[], object] = lambda: None
+    ) -> str:
         @decorator
         def test(self):
+            body()
             return "ran"
 
         with under_test(device):
@@ -397,12 +400,22 @@ class TestRequirements(TestCase):
         with under_test(HOST):
             self.assertIn("the world size of T is 0 here", self.set_up(cls))
 
+    def test_a_class_without_ranks_has_computed_their_number(self):
+        """It counts devices of a type that this machine lacks. A number in the class is a mistake, as on a device."""
+        cls = type("T", (Processes,), {"world_size": property(lambda self: 0), "test_x": lambda self: None})
+        with under_test(HOST):
+            self.assertEqual(self.set_up(cls), "needs 1 or more ranks, but the world size of T is 0 here")
+        wrong = type("T", (Processes,), {"world_size": 0, "test_x": lambda self: None})
+        for device, each in ((CLUSTER, cls), (HOST, wrong)):
+            with under_test(device), self.assertRaisesRegex(RanksErred, "T has a world size of 0"):
+                self.set_up(each)
+
     def set_up(self, cls: Any) -> str:
         """Set up the test of a class, as far as its requirements. Returns why it skips."""
         case = cls("test_x")
         self.addCleanup(case.doCleanups)
         try:
-            case._ask_requirements(cls.world_size)
+            case._ask_requirements(case.world_size)
         except SkipTest as skip:
             return str(skip)
         return "ran"
@@ -450,6 +463,15 @@ class TestRequirements(TestCase):
         self.assertEqual(self.reason(requires_nccl(), HOST), "ran")
         with mock.patch("torch.distributed.is_nccl_available", lambda: False):
             self.assertIn("without the backend nccl", self.reason(requires_nccl(), Accelerator("x", "nccl", 2, 2)))
+
+    def test_a_test_that_names_nccl_skips_without_it(self):
+        def named() -> None:
+            raise RuntimeError("Distributed package doesn't have NCCL built in")
+
+        with mock.patch("torch.distributed.is_nccl_available", lambda: False):
+            self.assertIn("without the backend nccl", self.reason(requires_nccl(), HOST, named))
+        with mock.patch("torch.distributed.is_nccl_available", lambda: True), self.assertRaises(RuntimeError):
+            self.reason(requires_nccl(), HOST, named)
 
 
 if __name__ == "__main__":

@@ -220,7 +220,7 @@ class TestHooks(TestCase):
     """Without it, the checks of a subclass could vanish, or its ranks could run without what it gives them."""
 
     @parametrize("start", ["", "spawn"])
-    @parametrize("cls", [overrides.Wraps, overrides.Starts])
+    @parametrize("cls", [overrides.Wraps, overrides.WrapsApart, overrides.Starts])
     def test_ranks_get_what_a_subclass_gives_them(self, cls, start):
         with mock.patch.dict(os.environ, {settings.START_VARIABLE: start} if start else {}):
             result = result_of(cls)
@@ -334,6 +334,10 @@ class TestHooks(TestCase):
                     self.assertEqual(limits, [7, 1, settings.LONGEST_TIMEOUT])
                     text = text_of(result_of(overrides.Listens, overrides.HANG))
         self.assertIn("(the limit is 1 s)", text)
+
+    def test_a_file_replaces_the_function_of_the_time_limits(self):
+        with mock.patch.object(common_distributed, "get_timeout", lambda test_id: 1 + test_id.count(overrides.HANG)):
+            self.assertIn("the limit is 2 s", text_of(result_of(overrides.Starts, overrides.HANG)))
 
     def test_a_launchers_ranks_cannot_be_started_by_a_subclass(self):
         with mock.patch.object(multi_process, "is_launched", lambda: True):

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from torch_fsdp_tests.common_distributed.case import RankTestCase, get_timeout, named_leaks, run_in_rank
+from torch_fsdp_tests.common_distributed.case import RankTestCase, limit_of, named_leaks, run_in_rank
 from torch_fsdp_tests.common_distributed.requirements import ranks_of
 from torch_fsdp_tests.common_utils import set_rng_seed, state
 from torch_fsdp_tests.device import accelerator, substitutes
@@ -92,7 +92,7 @@ class MultiProcContinuousTest(RankTestCase):
         Differs from upstream's: its collectives give up after ``timeout``, and in any case before a test's limit does.
         Raises what ``init_process_group`` raises, as the first test's error.
         """
-        timeout = min(cls.timeout, timedelta(seconds=get_timeout("") * COLLECTIVE_TIMEOUT_FRACTION))
+        timeout = min(cls.timeout, timedelta(seconds=limit_of("") * COLLECTIVE_TIMEOUT_FRACTION))
         os.environ["LOCAL_RANK"] = str(rank)  # keeps init_device_mesh from guessing the device
         store = dist.FileStore(rdvz_file, world_size)
         dist.init_process_group(
@@ -147,7 +147,7 @@ class MultiProcContinuousTest(RankTestCase):
     def _join_ranks(self, fn: Callable) -> None:
         group = type(self)._group
         assert group is not None
-        limit = get_timeout(self.id())
+        limit = limit_of(self.id())
         type(self)._last_test = self._testMethodName
         try:
             self._conclude(group.run(self._testMethodName, limit), limit)

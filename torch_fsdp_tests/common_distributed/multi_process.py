@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from torch_fsdp_tests import settings
-from torch_fsdp_tests.common_distributed.case import RankTestCase, get_timeout, named_leaks, raise_verdict, run_in_rank
+from torch_fsdp_tests.common_distributed.case import RankTestCase, limit_of, named_leaks, raise_verdict, run_in_rank
 from torch_fsdp_tests.common_distributed.rank_process import ERROR_EXIT_CODE, RankPopen
 from torch_fsdp_tests.common_distributed.requirements import ranks_of, skip_codes
 from torch_fsdp_tests.common_utils import FILE_SCHEMA, set_rng_seed, state
@@ -123,7 +123,7 @@ class MultiProcessTestCase(RankTestCase):
         """The timeout of a collective in seconds. It is shorter than the test's limit, so that the collective can
         report first. Upstream has no such property, and uses torch's timeout: half an hour with gloo.
         """
-        return get_timeout(self.id()) * COLLECTIVE_TIMEOUT_FRACTION
+        return limit_of(self.id()) * COLLECTIVE_TIMEOUT_FRACTION
 
     def __init__(self, method_name: str = "runTest", methodName: str = "runTest") -> None:
         super().__init__(method_name, methodName)
@@ -186,7 +186,7 @@ class MultiProcessTestCase(RankTestCase):
             group = start_ranks(type(self), self._current_test_name(), world_size, at_once=False)
             self._take_ranks(group)
             self.file_name = group.file_name
-            limit = get_timeout(self.id())
+            limit = limit_of(self.id())
             launched = iter(group.processes)
 
             def popen(process: BaseProcess) -> RankPopen:
@@ -222,7 +222,7 @@ class MultiProcessTestCase(RankTestCase):
     def _join_processes(self, fn: Callable) -> None:
         """Wait for the ranks, and judge them with :meth:`_check_return_codes`, to which ``fn`` is passed."""
         group = self._ranks()
-        began, limit = time.monotonic(), get_timeout(self.id())
+        began, limit = time.monotonic(), limit_of(self.id())
         while (left := group.left(limit)) > 0:
             select.select([group], [], [], left)
         if group.hangs:

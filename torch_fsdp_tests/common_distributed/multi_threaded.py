@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch_fsdp_tests import settings
 from torch_fsdp_tests.common_distributed.case import (
     RankTestCase,
-    get_timeout,
     is_skip,
+    limit_of,
     named_leaks,
     raise_verdict,
     run_all,
@@ -84,7 +84,7 @@ def run_threads(
     _install_threaded_pg()
     store = dist.HashStore()
 
-    limit = get_timeout("") if limit is None else limit
+    limit = limit_of("") if limit is None else limit
     timeout = timedelta(seconds=limit * COLLECTIVE_TIMEOUT_FRACTION)
 
     def live(rank: int) -> None:
@@ -204,7 +204,7 @@ class MultiThreadedTestCase(RankTestCase):
                 return _in_thread(rank, functools.partial(cls._run, test, rank, assignment.world_size))
 
             with named_leaks(assignment):
-                run_threads(assignment.world_size, live, get_timeout(test), assignment.report)
+                run_threads(assignment.world_size, live, limit_of(test), assignment.report)
 
     @classmethod
     def _run(cls, test_name: str, rank: int, world_size: int, **kwargs: Any) -> None:
@@ -248,7 +248,7 @@ def spawn_threads_and_init_comms(
     @functools.wraps(func)
     def in_threads(*args: Any, **kwargs: Any) -> None:
         ranks = accelerator.current().ranks if world_size is None else world_size
-        limit = get_timeout("") if timeout is None else timeout
+        limit = limit_of("") if timeout is None else timeout
         body = functools.partial(func, *args, **kwargs)
         outcomes = run_threads(ranks, lambda rank: _in_thread(rank, body), limit)
         reports = [RankReport(outcome.rank, outcome, Ending(code=0), outcome.seconds) for outcome in outcomes]

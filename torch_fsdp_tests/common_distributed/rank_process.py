@@ -28,6 +28,7 @@ class RankPopen:
     def __init__(self, group: RankGroup, process: Process, limit: float) -> None:
         """``limit`` is that of the test. No wait is longer."""
         self._group, self._process, self._limit = group, process, limit
+        self._has_waited = False
         self.pid = process.pid
         self.sentinel = group.fileno()  # readable when there is news of any rank
 
@@ -40,7 +41,8 @@ class RankPopen:
         if ending is None or ending.ours:
             if is_judged:
                 return -signal.SIGKILL
-            return 0 if ending is not None and self._process.waits else None  # it had passed, and waited for the others
+            self._has_waited |= self._process.waits  # it has passed, and waits for the others
+            return 0 if self._has_waited else None
         report = self._process.reports.get(self._process.index)
         if ending.code == 0 and report is not None:
             if report.outcome.state is State.SKIPPED:
