@@ -356,6 +356,10 @@ class TestSelect(FolderCase):
         for word in ("b/c_test", "b/c_test.py", "b", "b/*_test.py"):
             self.assertEqual(select(found, [word], [], self.root), [TestRun("b/c_test")])
 
+    def test_a_file_precedes_the_folder_of_its_name(self):
+        files = {name: self.root / f"{name}.py" for name in (self.root.name, "test_other")}
+        self.assertEqual(select(files, [self.root.name], [], self.root), [TestRun(self.root.name)])
+
     def test_ways_to_name(self):
         name = "distributed/fsdp/test_core"
         for word in (name, f"./{name}", f"test/{name}.py", f"/somewhere/test/{name}.py", "distributed/fsdp/*core"):

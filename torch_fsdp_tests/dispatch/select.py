@@ -129,7 +129,7 @@ def candidates(pattern: str, directory: Path) -> Iterator[str]:
     here, root = Path.cwd(), directory.resolve()
     is_here = any(os.path.exists(f"{pattern}{end}") for end in ("", ".py"))
     # An empty text, such as the value of an unset shell variable, names nothing.
-    for folder in [here] * is_here + [directory.parent, directory, here] if pattern else ():
+    for folder in [here] * is_here + [directory, directory.parent, here] if pattern else ():
         for resolved in (os.path.abspath, os.path.realpath):  # either may be reached through links
             path = Path(resolved(folder / pattern))
             if root in (path, *path.parents):
