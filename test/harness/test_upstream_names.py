@@ -5,8 +5,10 @@ import importlib
 import os
 import subprocess
 import sys
+import tempfile
 import types
 import unittest
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -130,6 +132,23 @@ class TestBorrowed(TestCase):
         self.assertEqual(ask.call_count, 1)
         with self.assertRaisesRegex(AssertionError, "asked the device"):
             device.device_count()
+
+    @parametrize("first", ["torch_fsdp_tests.common_utils", "torch._dynamo.test_case"])
+    def test_run_tests_of_torch_is_ours(self, first):
+        code = (
+            f"import {first}\n"
+            "from torch_fsdp_tests.common_utils import TestCase\n"
+            "class TestMine(TestCase):\n"
+            "    def test_mine(self): self.assertEqual(1, 1)\n"
+            "from torch._dynamo.test_case import run_tests\n"
+            "run_tests()\n"
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "test_mine.py")
+            file.write_text(code)
+            done = subprocess.run([sys.executable, file, "-v"], capture_output=True, text=True, timeout=300)
+        self.assertIn("test_mine (__main__.TestMine.test_mine) ... ok", done.stderr)
+        self.assertEqual(done.returncode, 0)
 
     def test_nothing_here_imports_upstreams_harness(self):
         found = []
@@ -333,6 +352,7 @@ class TestUpstreamsDecorators(TestCase):
         self.assertEqual(sum(name.startswith("test_data_types_") for name in dir(self)), 2)
 
 
+instantiate_parametrized_tests(TestBorrowed)
 instantiate_parametrized_tests(TestDecorators)
 instantiate_device_type_tests(TestUpstreamsDecorators, globals())
 

@@ -175,3 +175,6 @@ def run_tests(argv: Sequence[str] | None = None) -> None:
     if options.showlocals:
         rest.insert(0, "--locals")
     _Program([program, *rest], options.repeat, options.discover_tests)
+
+
+upstream_names.replace_run_tests(run_tests)

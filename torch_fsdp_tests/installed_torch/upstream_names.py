@@ -22,7 +22,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -245,6 +245,45 @@ def _without_driver(place: str, name: str, compute: Callable[[], Any]) -> Any:
     if _idle_device() is None:
         return compute()
     return _ask(f"from {UPSTREAM} import {place} as it; it = it.{name}; bool(it); value = it._value")
+
+
+# --- a function that torch itself calls -------------------------------------------------------------------------------
+
+
+class _CommonUtils(importlib.machinery.SourceFileLoader):
+    """The loader of upstream's ``common_utils``, which gets ``run_tests`` of this project."""
+
+    run_tests: Callable[..., None]
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        vars(module)["run_tests"] = self.run_tests
+
+
+class _CommonUtilsFinder:
+    @staticmethod
+    def find_spec(
+        fullname: str, path: Sequence[str] | None = None, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != f"{UPSTREAM}.common_utils":
+            return None
+        found = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if found is not None and found.origin is not None:
+            found.loader = _CommonUtils(fullname, found.origin)
+        return found
+
+
+def replace_run_tests(run_tests: Callable[..., None]) -> None:
+    """Let ``run_tests`` of ``torch._dynamo.test_case`` and the like, which call upstream's, run the tests of a file.
+
+    Upstream's exits if a class of the file does not derive from its own test case.
+    """
+    _CommonUtils.run_tests = staticmethod(run_tests)
+    loaded = sys.modules.get(f"{UPSTREAM}.common_utils")
+    if loaded is None:
+        sys.meta_path.insert(0, _CommonUtilsFinder)
+    else:
+        vars(loaded)["run_tests"] = run_tests
 
 
 # --- modules that only upstream has -----------------------------------------------------------------------------------
