@@ -26,8 +26,9 @@ STRICT_LEAKS_VARIABLE = "TORCH_FSDP_TESTS_STRICT_LEAKS"
 # A test fails if its streams do not wait for each other where they share memory.
 CHECK_STREAMS_VARIABLE = "TORCH_FSDP_TESTS_CHECK_STREAMS"
 PERTURB_VARIABLE = "TORCH_FSDP_TESTS_PERTURB"
-# The folder in which ranks record the numbers of training loops. Only the dispatcher sets it.
-NUMBERS_VARIABLE = "TORCH_FSDP_TESTS_NUMBERS"
+# The folder in which ranks record their behaviour, and whether operators belong to it. Only the dispatcher sets them.
+BEHAVIOUR_VARIABLE = "TORCH_FSDP_TESTS_BEHAVIOUR"
+OPERATORS_VARIABLE = "TORCH_FSDP_TESTS_OPERATORS"
 SHOW_VARIABLE = "TORCH_FSDP_TESTS_SHOW_OUTPUT"
 SEED_VARIABLE = "TORCH_FSDP_TESTS_SEED"
 LAUNCHED_VARIABLE = "TORCH_FSDP_TESTS_LAUNCHED"

@@ -19,7 +19,7 @@ LAYERS = (
     {"ranks", "dispatch"},
     {"common_utils"},
     {"defects", "common_cuda", "inductor_utils", "logging_utils", "two_tensor"},
-    {"perturb"},
+    {"perturb", "behaviour"},
     {"common_distributed"},
     {"distributed", "common_device_type"},
     {"common_fsdp", "common_dist_composable"},

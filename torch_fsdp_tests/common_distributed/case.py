@@ -383,7 +383,7 @@ class RankTestCase(TestCase):
         def body() -> None:
             nonlocal returned
             try:
-                with _checked_streams(), self._numbers(), _perturbed(getattr(self, test_name), self.id()):
+                with _checked_streams(), self._behaviour(), _perturbed(getattr(self, test_name), self.id()):
                     returned = getattr(self, test_name)(**kwargs)
             except Exception as error:
                 with contextlib.suppress(AttributeError):  # then it counts as an exception of the fixtures
@@ -394,14 +394,15 @@ class RankTestCase(TestCase):
             run_all([body, self._run_cleanups])
         events.check_returned(returned)  # not in the body, because this is never an expected failure
 
-    def _numbers(self) -> contextlib.AbstractContextManager[None]:
-        """A record of the numbers of this rank's training loops, if the dispatcher asks for it."""
-        folder = os.environ.get(settings.NUMBERS_VARIABLE)
+    def _behaviour(self) -> contextlib.AbstractContextManager[Any]:
+        """A record of what the test does in this rank, if the dispatcher asks for it."""
+        folder = os.environ.get(settings.BEHAVIOUR_VARIABLE)
         if not folder:
             return contextlib.nullcontext()
-        from torch_fsdp_tests.perturb import numbers  # few runs need it
+        from torch_fsdp_tests.behaviour import recording  # few runs need it
 
-        return numbers.recorded(folder, self.id(), self.rank)
+        with_operators = settings.is_on(settings.OPERATORS_VARIABLE, os.environ)
+        return recording.recorded(folder, self.id(), self.rank, with_operators)
 
     def _run_cleanups(self) -> None:
         registered: list = self._cleanups

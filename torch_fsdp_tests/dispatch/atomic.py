@@ -32,6 +32,11 @@ def json_rows(value: Any, depth: int, indent: str = "") -> str:
 
 
 def write_text(path: Path, text: str) -> None:
+    """Write a file that a user named, as :func:`write_bytes` does."""
+    write_bytes(path, text.encode("utf-8", "backslashreplace"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
     """Write a file that a user named. Raises ``OSError`` with the path.
 
     A regular file, or the one that a link names, is replaced atomically: of two writers, one wins. Anything else, such
@@ -43,17 +48,16 @@ def write_text(path: Path, text: str) -> None:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
         mode = stat.S_IFREG | 0o644
-    form: dict[str, Any] = {"mode": "w", "encoding": "utf-8", "errors": "backslashreplace"}
     if not stat.S_ISREG(mode):
-        with naming(path), open(path, **form) as file:
-            file.write(text)
+        with naming(path), open(path, "wb") as file:
+            file.write(content)
         return
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with naming(path), open(descriptor, **form) as file:
-            file.write(text)
+        with naming(path), open(descriptor, "wb") as file:
+            file.write(content)
         os.chmod(temporary, stat.S_IMODE(mode))
         os.replace(temporary, path)
     except BaseException:

@@ -62,6 +62,8 @@ def repeat_command(run: RunTests, file: str, facts: Mapping[str, Any], test: str
     for option, value in options.items():
         if value is not None and value is not False:
             words += [option] if value is True else [option, str(value)]
+    if run.compare_behaviour and run.reaching:
+        words += ["--compare-behaviour", "--reaching", *run.reaching]
     if run.fixes:
         words += ["--with-fixes", *([] if fixes.are_all(run.fixes) else run.fixes)]
     for path in run.known_failures:

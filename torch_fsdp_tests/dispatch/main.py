@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch_fsdp_tests import installation, settings
-from torch_fsdp_tests.dispatch import devices, expectations, listing, numbers, options, plan, times
+from torch_fsdp_tests.dispatch import devices, expectations, listing, options, plan, times
 from torch_fsdp_tests.dispatch.atomic import naming
 from torch_fsdp_tests.dispatch.devices import DeviceSet
 from torch_fsdp_tests.dispatch.discover import discover, source_of
@@ -31,6 +31,7 @@ from torch_fsdp_tests.settings import ConfigurationError
 from torch_fsdp_tests.verdict import closing_line, first_few, tally
 
 if TYPE_CHECKING:  # what only a run needs is imported late, so that a plan is fast
+    from torch_fsdp_tests.dispatch.behaviour import Record
     from torch_fsdp_tests.dispatch.compare import Report
     from torch_fsdp_tests.dispatch.results import Results
     from torch_fsdp_tests.processes.children import Children
@@ -82,9 +83,14 @@ def _workers(launch: Launch) -> Site:
 
 def _guarded(argv: Sequence[str], root: Path, launch: Launch | None, site: Site) -> ExitStatus:
     try:
-        with _with_numbers(options.parse(argv, os.environ, root, launch)) as run:
+        run = options.parse(argv, os.environ, root, launch)
+        if not run.records_behaviour:
             return _checked(run, site)
-    except (UnknownTest, expectations.MalformedList, ConfigurationError, numbers.NoNumbers) as error:
+        from torch_fsdp_tests.dispatch import comparing  # few runs need it
+
+        with comparing.prepared(run) as prepared:
+            return _checked(prepared, site)
+    except (UnknownTest, expectations.MalformedList, ConfigurationError) as error:
         _remark(str(error))
         return ExitStatus.USAGE_ERROR
     except BrokenPipeError:  # as with "run_test.py --list | head"
@@ -114,18 +120,6 @@ class _Plan:
     slots: Sequence[str]  # the names of what is lent: devices, or places on the CPU
 
 
-@contextlib.contextmanager
-def _with_numbers(run: RunTests) -> Iterator[RunTests]:
-    """The run with a folder in which ranks record numbers, if an option asks for them."""
-    if not (run.record_numbers or run.against_numbers) or run.list_tests or run.list_files or run.dry_run:
-        yield run
-        return
-    import tempfile  # imported late, because a plan needs none
-
-    with tempfile.TemporaryDirectory(prefix="run_test-") as folder:
-        yield dataclasses.replace(run, numbers=Path(folder))
-
-
 def _checked(run: RunTests, site: Site) -> ExitStatus:
     _remark(*run.remarks)
     files = discover(run.test_directory)
@@ -134,7 +128,7 @@ def _checked(run: RunTests, site: Site) -> ExitStatus:
         narrowed = _select(run, files, device_set.type)
         selection = narrowed.tests
         entries, earlier = _entries(run), _earlier(run)
-        against = numbers.load(run.against_numbers) if run.against_numbers else None
+        against = _against(run)
         planned = _plan(run, site, files, selection, device_set)
         if not selection and not narrowed.verdict:
             nothing = f"none of the selected tests failed when they were last run here on {device_set.type}"
@@ -240,6 +234,15 @@ def _earlier(run: RunTests) -> Report | None:
     return compare.load(run.compare)
 
 
+def _against(run: RunTests) -> Record | None:
+    """The behaviour with which that of this run will be compared."""
+    if run.against_behaviour is None:
+        return None
+    from torch_fsdp_tests.dispatch import behaviour_files
+
+    return behaviour_files.load(run.against_behaviour)
+
+
 def _is_there(path: Path) -> bool:
     """Whether one of upstream's lists exists. Upstream's CI also names files that it could not fetch."""
     if not path.exists():
@@ -290,7 +293,7 @@ def _run(
     planned: _Plan,
     entries: Sequence[expectations.Entry],
     earlier: Report | None,
-    against: numbers.Numbers | None,
+    against: Record | None,
     children: Children,
 ) -> ExitStatus:
     from torch_fsdp_tests.dispatch import last_failures, report
@@ -319,18 +322,26 @@ def _run(
         return _print_tests(results)
     last_failures.save(run.reports, device_set.type, files, results, results.remarks)
     remarks, all_written = _record(run, results, earlier)
-    repeats = True
-    if run.numbers is not None:
+    behaves = ExitStatus.OK
+    if run.behaviour is not None:
+        from torch_fsdp_tests.dispatch import comparing
+
+        def rerun(other: RunTests, jobs: Sequence[Job]) -> Results:
+            children.end_server()
+            shown = Console(other, stream, len(jobs), under_test, len(planned.slots))
+            shown.say(f"\nwithout the change: {listing.plural(len(jobs), 'job')}")
+            return Runner(other, jobs, device_set, planned.slots, entries, shown, site, children).run()
+
         try:
-            words, repeats = numbers.conclude(run.numbers, run.record_numbers, against)
+            words, behaves = comparing.conclude(run, results, against, rerun, planned.jobs)
             remarks += words
         except OSError as error:
-            remarks.append(f"the numbers cannot be written: {error}")
+            remarks.append(f"the behaviour cannot be written: {error}")
             all_written = False
     console.end(results, remarks)
     results.signal = results.signal or next(iter(children.signals), None)
     written = ExitStatus.OK if all_written else ExitStatus.BROKEN
-    return results.exit_code() or (written if repeats else ExitStatus.FAILED)
+    return results.exit_code() or written or behaves
 
 
 def _print_tests(results: Results) -> ExitStatus:

@@ -252,10 +252,16 @@ def make_parser() -> Parser:
     junit = Path(REPORTS, "python-unittest").absolute()
     add("--save-xml", nargs="?", type=_path, const=junit, metavar="DIR", help="write JUnit XML")
     add("--report", type=_path, metavar="DIR", help="write report.json and report.html")
-    words = "write losses, and checksums of gradients, parameters and states, after each optimizer step of each test"
-    add("--record-numbers", type=_path, metavar="FILE", help=f"{words}; with --repeat also compare the rounds")
-    words = "compare these numbers with those of another device, version or run, and fail if any differs"
-    add("--against-numbers", type=_path, metavar="FILE", help=words)
+    words = "run twice, and write what each test does: values, collectives, memory, states, exceptions and warnings, "
+    words += "copies and casts"
+    add("--record-behaviour", type=_path, metavar="FILE", help=words)
+    words = "report what each test does differently from this record of another version, device or run"
+    add("--against-behaviour", type=_path, metavar="FILE", help=words)
+    words = "with --reaching DIFF or --with-fixes: run the tests without the change and with it, both in memory, and "
+    words += "report what they do differently"
+    add("--compare-behaviour", **flag, help=words)
+    add("--operators", **flag, help="with one of these: record and compare all other operators as well")
+    add("--fail-on-difference", **flag, help="with one of these: fail the run if a test behaves differently")
     words = "report what differs from the report.json of an earlier run, or of its folder"
     add("--compare", type=Path, metavar="REPORT", help=words)
 
@@ -324,6 +330,8 @@ def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path, launc
     }
     if "shard" in given:
         given["shard"], given["num_shards"] = given["shard"]
+    if given.get("record_behaviour"):
+        given.setdefault("repeat", None if "duration" in given else 2)  # what does not repeat is not compared
     if "fixes" in given:
         from torch_fsdp_tests.installed_torch import fixes  # few runs need it
 
@@ -401,6 +409,13 @@ def _problem(run: RunTests, rerun_asked: bool) -> str | None:
         return f"--repeat and --for cannot be used with {other or '--reruns, which repeats only what failed'}"
     if run.compare is not None and not run.compare.exists():
         return f"--compare: there is no file {run.compare}"
+    if run.compare_behaviour and not (run.reaching or run.fixes):
+        return "--compare-behaviour needs a change: a diff with --reaching, or --with-fixes"
+    if run.compare_behaviour and (run.against_behaviour or run.record_behaviour):
+        return "--compare-behaviour cannot be used with --record-behaviour or --against-behaviour"
+    if (run.operators or run.fail_on_difference) and not run.records_behaviour:
+        option = "--operators" if run.operators else "--fail-on-difference"
+        return f"{option} can only be used with --against-behaviour, --compare-behaviour or --record-behaviour"
     return None if run.list_files or run.dry_run else _unwritable(run)
 
 
@@ -416,6 +431,8 @@ def _launch_problem(launch: Launch | None, run: RunTests) -> str | None:
         return "--devices: under a launcher every rank takes the device of its LOCAL_RANK; leave the option out"
     if run.coverage:
         return "--coverage does not measure the processes of a launcher; run it without one"
+    if run.records_behaviour and (run.compare_behaviour or not launch.one_host):
+        return "behaviour is recorded on one machine, and compared without a launcher"
     if (run.ranks or 1) > launch.world_size:
         return f"--ranks {run.ranks}: the launcher made only {launch.world_size}; let it make more, or ask for fewer"
     return None
@@ -432,6 +449,7 @@ def _unwritable(run: RunTests) -> str | None:
         ("--pipe-logs", run.reports / "logs" if run.logs_by_option else None),
         ("--coverage", run.reports if run.coverage else None),
         ("--save-map", run.save_map.parent if run.save_map else None),
+        ("--record-behaviour", run.record_behaviour.parent if run.record_behaviour else None),
     ):
         if folder is not None:
             try:

@@ -49,8 +49,11 @@ class Results:
 
     def is_over(self) -> bool:
         """Whether no other round should begin."""
-        ended = self.lost is not None or self.signal is not None or bool(self.unknown()) or not self.executed
-        return ended or (bool(self.failed) and not self.run.keep_going)
+        return self.is_ended() or (bool(self.failed) and not self.run.keep_going)
+
+    def is_ended(self) -> bool:
+        """Whether nothing more can be run, or nothing was."""
+        return self.lost is not None or self.signal is not None or bool(self.unknown()) or not self.executed
 
     def tests(self) -> Iterator[tuple[FileResult, TestResult]]:
         """The result of each test that counts, with its file."""

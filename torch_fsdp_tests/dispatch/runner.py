@@ -69,12 +69,15 @@ def _requested_settings(run: RunTests) -> dict[str, str]:
         settings.STRICT_NAMES_VARIABLE: "1" if run.strict_names else None,
         settings.CHECK_STREAMS_VARIABLE: "1" if run.check_streams else None,
         settings.PERTURB_VARIABLE: ",".join(run.perturb) or None,
-        settings.NUMBERS_VARIABLE: None if run.numbers is None else str(run.numbers),
+        settings.BEHAVIOUR_VARIABLE: None if run.behaviour is None else str(run.behaviour),
+        settings.OPERATORS_VARIABLE: "1" if run.operators else None,
         RANKS_VARIABLE: None if run.ranks is None else str(run.ranks),
     }
     stated = {name: value for name, value in requested.items() if value is not None}
     variables = {**installation.on_path(os.environ), **stated}
-    return {**variables, **fixes.environment(run.fixes, {**os.environ, **variables})} if run.fixes else variables
+    if not (run.fixes or run.sources):
+        return variables
+    return {**variables, **fixes.environment(run.fixes, {**os.environ, **variables}, run.sources)}
 
 
 def start_forks(run: RunTests, device_set: DeviceSet, children: Children) -> None:

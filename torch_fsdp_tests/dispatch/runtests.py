@@ -71,9 +71,13 @@ class RunTests:
     save_xml: Path | None = None
     report: Path | None = None
     compare: Path | None = None
-    record_numbers: Path | None = None
-    against_numbers: Path | None = None
-    numbers: Path | None = None  # the folder in which ranks record numbers
+    record_behaviour: Path | None = None
+    against_behaviour: Path | None = None
+    compare_behaviour: bool = False
+    operators: bool = False  # whether operators belong to the behaviour
+    fail_on_difference: bool = False
+    behaviour: Path | None = None  # the folder in which ranks record their behaviour
+    sources: Path | None = None  # a folder with files that replace those of the installed torch in memory
     test_times: tuple[Path, ...] = ()
     save_times: Path | None = None
     disabled: Path | None = None
@@ -97,6 +101,10 @@ class RunTests:
     def is_repeated(self) -> bool:
         """True when the selection runs in rounds."""
         return self.repeat is not None or self.duration is not None
+
+    @property
+    def records_behaviour(self) -> bool:
+        return bool(self.record_behaviour or self.against_behaviour or self.compare_behaviour)
 
     @property
     def by_reach(self) -> bool:

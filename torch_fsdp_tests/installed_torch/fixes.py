@@ -43,6 +43,7 @@ from torch_fsdp_tests.installed_torch.version_ranges import dotted, numbers, ver
 
 FOLDER = installation.PACKAGE / "defects" / "fixes"
 VARIABLE = "TORCH_FSDP_TESTS_FIXES"  # the ids of the fixes that are in force in a process
+SOURCES_VARIABLE = "TORCH_FSDP_TESTS_SOURCES"  # a folder with files that replace those of the installed torch
 _SITE = Path(__file__).parent / "site"
 _HUNK = re.compile(r"@@ *([\w.]*) *(?:\[(.+)\])?")
 
@@ -252,39 +253,46 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, ids: Sequence[str]) -> None:
+    def __init__(self, ids: Sequence[str], sources: Path | None) -> None:
         self.ids = frozenset(ids)
         self._root, self._version = installed()
         self._fixes = [fix(id) for id in ids]
-        self._paths = {_module(path): path for path in paths(self._fixes, self._version)}
+        replaced = sources.rglob("*.py") if sources else ()
+        self._replaced = {path.relative_to(sources).as_posix(): path for path in replaced if sources}
+        changed = [*paths(self._fixes, self._version), *self._replaced]
+        self._paths = {_module(path): path for path in changed}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname not in self._paths:
             return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
-        if spec is not None and spec.origin is not None:
-            text = Path(spec.origin).read_text(encoding="utf-8")
-            text = edited(self._paths[fullname], text, self._fixes, self._version)
-            spec.loader = _Loader(fullname, spec.origin, text)
-        return spec
+        changed = self._paths[fullname]
+        origin = self._replaced.get(changed, self._root / changed)
+        if not origin.is_file():
+            return None
+        text = edited(changed, origin.read_text(encoding="utf-8"), self._fixes, self._version)
+        place = str(self._root / changed)
+        return importlib.util.spec_from_file_location(fullname, place, loader=_Loader(fullname, place, text))
 
 
 def _module(path: str) -> str:
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def environment(ids: Iterable[str], others: Mapping[str, str]) -> dict[str, str]:
-    """The variables with which a process, and every interpreter that it starts, imports PyTorch with these fixes."""
+def environment(ids: Iterable[str], others: Mapping[str, str], sources: Path | None = None) -> dict[str, str]:
+    """The variables with which a process, and every interpreter that it starts, imports PyTorch with these fixes, and
+    with the files of a folder that has some of torch's.
+    """
     path = os.pathsep.join(filter(None, (str(_SITE), others.get("PYTHONPATH"))))
-    return {VARIABLE: " ".join(ids), "PYTHONPATH": path}
+    return {VARIABLE: " ".join(ids), SOURCES_VARIABLE: str(sources or ""), "PYTHONPATH": path}
 
 
 def install_from_environment() -> None:
     """Called when an interpreter starts."""
-    if ids := os.environ.get(VARIABLE, "").split():
-        sys.meta_path.insert(0, _Finder(ids))
+    ids, sources = os.environ.get(VARIABLE, "").split(), os.environ.get(SOURCES_VARIABLE)
+    if ids or sources:
+        sys.meta_path.insert(0, _Finder(ids, Path(sources) if sources else None))
 
 
 def in_force() -> frozenset[str]:

@@ -172,6 +172,17 @@ class Children:
         self._server = ProgramServer(program, environment, cwd, self.directory)
         self._others.add(self._server.pid)
 
+    def end_server(self) -> None:
+        """End the fork server. Another one can be started then."""
+        if self._server is None:
+            return
+        self._server.close()
+        if not host.has_ended(self._server.pid):  # while it imports, it does not see that the connection is closed
+            host.kill_group(self._server.pid)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self._server.pid, 0)
+        self._server = None
+
     def wait_for_server(self) -> None:
         """Wait until the server can fork or is gone, or a signal comes."""
         while self._server is not None and not self._server.ready and not host.has_ended(self._server.pid):
@@ -231,12 +242,7 @@ class Children:
     def close(self) -> None:
         """End everything, and remove the directory."""
         self.end_all()
-        if self._server is not None:
-            self._server.close()
-            if not host.has_ended(self._server.pid):  # while it imports, it does not see that the connection is closed
-                host.kill_group(self._server.pid)
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(self._server.pid, 0)
+        self.end_server()
         self._reaper.close()
         self._selector.close()
         self._wakeup.close()

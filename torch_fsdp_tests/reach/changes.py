@@ -34,6 +34,12 @@ _ATTRIBUTE = re.compile(r"\.(\w+)")
 _READ = 20  # functions whose source is read for the order of tests; of more, only the names count
 
 
+@functools.cache
+def standard_input() -> str:
+    """What standard input has. It can be read once."""
+    return sys.stdin.buffer.read().decode(errors="surrogateescape")
+
+
 class UnknownChange(ValueError):
     """The text does not name a change that can be looked up. The message is one sentence."""
 
@@ -66,7 +72,7 @@ class Changes:
         if not what.strip():
             raise UnknownChange("an empty text names no change: give a function, a file, a diff or a folder")
         if what == "-":
-            return self.of_diff(sys.stdin.buffer.read().decode(errors="surrogateescape"), "the diff on standard input")
+            return self.of_diff(standard_input(), "the diff on standard input")
         if lines := _LINES.fullmatch(what):
             return self._of_lines(lines[1], int(lines[2]), int(lines[3] or lines[2]))
         if what.endswith(".py"):

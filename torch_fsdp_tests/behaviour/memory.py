@@ -1,0 +1,68 @@
+"""The bytes of unsharded parameters and gradients that FSDP has made and that are still alive.
+
+Storages are seen where FSDP holds them, and then followed by weak references. So what FSDP lets go of, and something
+else keeps, still counts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from torch_fsdp_tests.behaviour.values import local
+
+# The classes whose objects hold unsharded parameters: of FSDP2 and of FSDP1. A version may lack them.
+OWNERS = (
+    ("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam"),
+    ("torch.distributed.fsdp._flat_param", "FlatParamHandle"),
+)
+PARAMETERS, GRADIENTS = "parameters", "gradients"
+
+
+def owners() -> Iterator[type]:
+    for module, name in OWNERS:
+        cls = getattr(importlib.import_module(module), name, None)
+        if cls is not None:
+            yield cls
+
+
+class Memory:
+    """The storages of one rank."""
+
+    def __init__(self) -> None:
+        self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._seen: dict[int, tuple[StorageWeakRef, str]] = {}
+
+    def alive(self) -> dict[str, int]:
+        """The bytes of each kind. A freed storage that can be allocated again counts as none."""
+        for owner in list(self.owners):
+            for kind, tensor in _held(owner):
+                storage = local(tensor).untyped_storage()
+                self._seen.setdefault(storage._cdata, (StorageWeakRef(storage), kind))
+        sizes = {PARAMETERS: 0, GRADIENTS: 0}
+        for key, (reference, kind) in list(self._seen.items()):
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is None:
+                del self._seen[key]
+            else:
+                sizes[kind] += storage.nbytes()
+        return sizes
+
+
+def _held(owner: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    flat = getattr(owner, "flat_param", None)
+    if flat is None:
+        found: list[tuple[str, Any]] = [(PARAMETERS, each) for each in getattr(owner, "all_gather_outputs", ())]
+        param = getattr(owner, "_unsharded_param", None)
+        found += [(GRADIENTS, getattr(param, "grad", None))]
+        found += [(GRADIENTS, getattr(owner, "unsharded_accumulated_grad", None))]
+    else:
+        found = [(PARAMETERS, getattr(flat, f"{name}param_padded", None)) for name in ("_full_", "_full_prec_full_")]
+        whole = getattr(flat, "_unpadded_unsharded_size", None)
+        found += [(GRADIENTS, flat.grad)] if flat.grad is not None and flat.grad.shape == whole else []
+    return ((kind, each) for kind, each in found if isinstance(each, torch.Tensor))
