@@ -6,7 +6,6 @@ import contextlib
 import gc
 import json
 import re
-import tempfile
 import time
 import unittest
 from collections.abc import Callable, Iterator
@@ -32,7 +31,7 @@ from torch_fsdp_tests.defects.in_tests import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.references import of_all_ranks
 from torch_fsdp_tests.fsdp.training import TrainingMixin, check_parity
-from torch_fsdp_tests.perturb import insertion, invariants, kinds, numbers
+from torch_fsdp_tests.perturb import insertion, invariants, kinds
 
 WEEKLY = Path(__file__).parents[2] / ".github" / "workflows" / "weekly.yml"
 
@@ -262,41 +261,6 @@ def compare_outputs(test: Any, ref_model: nn.Module, model: Any) -> None:
     with FSDP.summon_full_params(model):
         params = [param.detach().clone() for param in model.parameters()]
     test.assertEqual(params, [param.detach() for param in ref_model.parameters()])
-
-
-class TestNumbers(TrainingMixin, FSDPTest):
-    """Without it, a record could lack a step or a value, or be the same for two different trainings."""
-
-    world_size = 2
-
-    def _steps(self, lr: float) -> list[dict[str, Any]]:
-        manual_seed(42)
-        model = fully_shard(nn.Linear(3, 4).to(self.device))
-        optim = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.5)
-        with tempfile.TemporaryDirectory() as folder:
-            with numbers.recorded(folder, "__main__.TestX.test_x", self.rank):
-                for step in range(2):
-                    model(torch.full((1, 3), float(step + 1), device=self.device)).sum().backward()
-                    optim.step()
-                    optim.zero_grad()
-            (file,) = Path(folder).iterdir()
-            line = json.loads(file.read_text())
-        self.assertEqual((line["test"], line["rank"]), ("test_perturb::TestX.test_x", self.rank))
-        return line["steps"]
-
-    @skip_if_lt_x_gpu(2)
-    def test_steps(self):
-        steps = self._steps(lr=0.5)
-        self.assertEqual(self._steps(lr=0.5), steps)
-        other = self._steps(lr=0.25)
-        self.assertEqual(other[0]["loss"], steps[0]["loss"])
-        self.assertEqual(other[0]["gradient 0 of group 0"], steps[0]["gradient 0 of group 0"])
-        for name in ("parameter 0 of group 0", "parameter 1 of group 0"):
-            self.assertNotEqual(other[0][name], steps[0][name])
-        self.assertNotEqual(other[1]["loss"], steps[1]["loss"])
-        kinds_of_values = "gradient", "parameter", "momentum_buffer"
-        names = {f"{kind} {place} of group 0" for kind in kinds_of_values for place in (0, 1)}
-        self.assertEqual([set(step) for step in steps], [names | {"loss"}] * 2)
 
 
 class TestNames(TestCase):

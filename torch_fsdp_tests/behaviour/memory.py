@@ -1,7 +1,7 @@
 """The bytes of unsharded parameters and gradients that FSDP has made and that are still alive.
 
-Storages are seen where FSDP holds them, and then followed by weak references. So what FSDP lets go of, and something
-else keeps, still counts.
+Storages are seen where FSDP holds them, and gradients also where FSDP copies or reduces them. Then they are followed by
+weak references. So what FSDP lets go of, and something else keeps, still counts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torch_fsdp_tests.behaviour.values import local
+from torch_fsdp_tests.behaviour.values import has_storage, local
 
 # The classes whose objects hold unsharded parameters: of FSDP2 and of FSDP1. A version may lack them.
 OWNERS = (
@@ -38,12 +38,16 @@ class Memory:
         self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._seen: dict[int, tuple[StorageWeakRef, str]] = {}
 
+    def see(self, kind: str, tensor: torch.Tensor) -> None:
+        if has_storage(tensor):
+            storage = local(tensor).untyped_storage()
+            self._seen.setdefault(storage._cdata, (StorageWeakRef(storage), kind))
+
     def alive(self) -> dict[str, int]:
         """The bytes of each kind. A freed storage that can be allocated again counts as none."""
         for owner in list(self.owners):
             for kind, tensor in _held(owner):
-                storage = local(tensor).untyped_storage()
-                self._seen.setdefault(storage._cdata, (StorageWeakRef(storage), kind))
+                self.see(kind, tensor)
         sizes = {PARAMETERS: 0, GRADIENTS: 0}
         for key, (reference, kind) in list(self._seen.items()):
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)

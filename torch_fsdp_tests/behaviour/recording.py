@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from torch_fsdp_tests.behaviour.memory import Memory, owners
+from torch_fsdp_tests.behaviour.memory import GRADIENTS, Memory, owners
 from torch_fsdp_tests.behaviour.values import cleaned, described, digest, dtype_of, tensors_in
 from torch_fsdp_tests.common_utils import TestCase
 from torch_fsdp_tests.device import accelerator
@@ -62,8 +62,14 @@ class Session:
             self.events[kind.value].append(self.words.setdefault(word, len(self.words)))
 
     def collective(self, name: str, inputs: Any, size: object) -> None:
+        if name == "reduce_scatter" and self.memory.owners:
+            self.see_gradients(inputs)
         self.add(Kind.COLLECTIVES, name, *described(tensors_in(inputs)), f"over {size}")
         self.measure(name)
+
+    def see_gradients(self, tensors: Any) -> None:
+        for tensor in tensors_in(tensors):
+            self.memory.see(GRADIENTS, tensor)
 
     def measure(self, place: str) -> None:
         if self.memory.owners:
@@ -152,6 +158,8 @@ def _copy(name: str, session: Session, args: Any, kwargs: Any) -> None:
     tensors = list(tensors_in((args, kwargs)))
     if not tensors:
         return
+    if name == "chunk_cat":
+        session.see_gradients(args[0])
     target = kwargs.get("dtype") or tensors[0].dtype
     source = tensors[-1] if name == "copy_" else tensors[0]
     becomes = str(target).removeprefix("torch.")

@@ -32,6 +32,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a storage of its own. Those of function transforms do not."""
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def digest(value: Any) -> list[str]:
     """What is in a value, such as ``2 float32``, then its checksum, its 1-norm and the sum of its weighted elements.
 
@@ -85,6 +90,8 @@ def _content(tensor: torch.Tensor) -> tuple[bytes, np.ndarray]:
 
 
 def _unreadable(tensor: torch.Tensor) -> str:
+    if not has_storage(tensor):
+        return "no storage"
     if tensor.device.type == "meta" or tensor.layout is not torch.strided or tensor.is_quantized:
         return "no content"
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:

@@ -327,7 +327,7 @@ def _run(
         from torch_fsdp_tests.dispatch import comparing
 
         def rerun(other: RunTests, jobs: Sequence[Job]) -> Results:
-            children.end_server()
+            children.end_server()  # it has imported torch with the change
             shown = Console(other, stream, len(jobs), under_test, len(planned.slots))
             shown.say(f"\nwithout the change: {listing.plural(len(jobs), 'job')}")
             return Runner(other, jobs, device_set, planned.slots, entries, shown, site, children).run()

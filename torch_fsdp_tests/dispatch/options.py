@@ -330,6 +330,8 @@ def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path, launc
     }
     if "shard" in given:
         given["shard"], given["num_shards"] = given["shard"]
+    if given.get("compare_behaviour") and "fail_fast" not in given:
+        given.setdefault("keep_going", True)  # what passes is compared also if something fails
     if given.get("record_behaviour"):
         given.setdefault("repeat", None if "duration" in given else 2)  # what does not repeat is not compared
     if "fixes" in given:

@@ -50,6 +50,7 @@ class ProgramServer:
     def __init__(self, program: Sequence[str], environment: Mapping[str, str], cwd: Path, directory: Path) -> None:
         """``program`` has interpreter arguments of a program that calls :func:`serve` with the arguments added here."""
         self._ready = directory / "forkserver"  # a file that the server makes after it has imported everything
+        self._ready.unlink(missing_ok=True)  # of an earlier server
         ours, theirs = socket.socketpair()
         ours.settimeout(ANSWER_LIMIT)
         self._control = Connection(ours, [Forked])
