@@ -17,6 +17,17 @@ from torch_fsdp_tests.tools.versions.table import Row, Table
 
 UV = shutil.which("uv") or importlib.util.find_spec("uv")
 SKIP = "class TestS(unittest.TestCase):\n    @unittest.skip('no')\n    def test_s(self): pass\n"
+# A test that records one collective more on 9.2.0.
+RECORDS = """
+import torch
+class TestX(unittest.TestCase):
+    def test_1(self):
+        line = {"file": sys.argv[0], "test": "TestX.test_1", "rank": 0, "at": time.time(), "left_out": "", "limits": {}}
+        events = [0, 1][: int(torch.__version__[2])]
+        line |= {"words": ["all_gather_1", "all_gather_2"], "events": {"collectives": events}}
+        with open(os.environ["TORCH_FSDP_TESTS_BEHAVIOUR"] + "/x.jsonl", "a") as file:
+            file.write(json.dumps(line) + chr(10))
+"""
 OLD_AND_NEW = """
 import torch
 NEW = torch.__version__ >= "9.2"
@@ -91,6 +102,14 @@ class TestVersions(TreeCase):
         self.assertIn("| 1 | 0 | other | needs a version of PyTorch that counts |", page)
         self.run_command()  # the table of the results that exist
         self.assertEqual((self.code, (self.output / "versions.md").read_text()), (0, page), self.err)
+
+    def test_behaviour_is_compared(self):
+        self.write({"test_x": RECORDS})
+        self.run_command(self.version("9.1.0"), self.version("9.2.0"), "--behaviour")
+        self.assertEqual(self.code, 0, self.err)
+        self.assertIn(
+            "behaviour on 9.2.0, compared with 9.1.0 (1 test):\ncollectives: more all_gather_2: 1 test\n", self.err
+        )
 
     def test_failures_and_versions_without_results(self):
         """A version that cannot be run has a row, and the others run."""

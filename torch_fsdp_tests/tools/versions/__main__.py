@@ -63,6 +63,8 @@ def _parser() -> Parser:
     add("--environments", type=Path, default=cache, metavar="DIR", help="keep environments here (default: %(default)s)")
     results = installation.ROOT / REPORTS / "versions"
     add("--output", type=Path, default=results, metavar="DIR", help="keep results here (default: %(default)s)")
+    words = "record what each test does with each version, and compare each version with the one before it"
+    add("--behaviour", action="store_true", help=words)
     add("--markdown", action="store_true", help="print only the table, in Markdown, on stdout")
     return parser
 
@@ -117,7 +119,9 @@ def _run_all(given: argparse.Namespace, handed_on: Sequence[str]) -> Mapping[str
 
         maker = Maker(given.environments.absolute(), installation.ROOT, given.python, given.index_url, command)
         for version in versions:
-            if problem := _run(version, maker, suite, given.output.absolute() / version.label):
+            folder = given.output.absolute() / version.label
+            recorded = ["--record-behaviour", str(folder / table.BEHAVIOUR)] if given.behaviour else []
+            if problem := _run(version, maker, [*suite, *recorded], folder):
                 _say(f"{version.label}: {problem}")
                 problems[version.label] = problem
     return problems
@@ -151,7 +155,8 @@ def _tell(options: argparse.Namespace, rows: Sequence[table.Row]) -> ExitStatus:
     if not rows:
         raise InvalidRequest(f"no version is named, and there are no results in {options.output}")
     results = table.Table(rows)
-    print("\n".join(results.lines()), file=sys.stderr, flush=True)
+    changed = table.behaviour_lines(options.output, rows) if options.behaviour else []
+    print("\n".join([*results.lines(), *changed]), file=sys.stderr, flush=True)
     if options.markdown:
         print(results.block(), flush=True)
     write_text(options.output / PAGE, results.page())

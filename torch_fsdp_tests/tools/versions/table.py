@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests.dispatch import report
+from torch_fsdp_tests.dispatch import behaviour, behaviour_files, report
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.listing import columns, plural
 from torch_fsdp_tests.dispatch.slower import Test, side_by_side, tests_in, tests_of
 from torch_fsdp_tests.installed_torch.version_ranges import numbers
 from torch_fsdp_tests.verdict import State
 
+BEHAVIOUR = "behaviour.gz"  # the record of a version, in its folder
 TITLES = ("torch", "Python", "device", "what was run", "passed", "failed", "skipped", "known defects", "known failures")
 
 
@@ -111,6 +113,18 @@ class Table:
                 parts.append(f"## Tests that {verb} only on {_listed(on)}: {len(tests)}")
                 parts.append("\n".join(f"- `{name}`" for name in tests))
         return "\n\n".join(parts) + "\n"
+
+
+def behaviour_lines(output: Path, rows: Sequence[Row]) -> list[str]:
+    """What tests do differently on each recorded version than on the one before it."""
+    paths = {row.label: output / row.label / BEHAVIOUR for row in rows}
+    records = [(label, behaviour_files.load(path)) for label, path in paths.items() if path.exists()]
+    lines = []
+    for (label, before), (other, after) in itertools.pairwise(records):
+        compared = plural(len(before.tests.keys() & after.tests.keys()), "test")
+        lines.append(f"behaviour on {other}, compared with {label} ({compared}):")
+        lines += behaviour.lines(behaviour.differences(before, after)) or ["nothing differs"]
+    return lines
 
 
 def _failures(row: Row) -> list[tuple[str, Test]]:
