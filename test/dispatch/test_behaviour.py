@@ -28,7 +28,7 @@ def values(norm: float, signed: float, crc: str = "0") -> list[str]:
 
 
 class TestComparison(unittest.TestCase):
-    """Without it, what a change changes could be missed, or be lost among lines that say the same."""
+    """Without it, a report could lack what a change changes, or bury it among lines that say the same."""
 
     def lines(self, before: Record, after: Record, **more: Any) -> list[str]:
         return behaviour.lines(behaviour.differences(before, after, **more))

@@ -423,7 +423,11 @@ class TestVariables(TestCase):
         actual = set()
         for path in (ROOT / "torch_fsdp_tests").rglob("*.py"):
             actual |= set(re.findall(r"\"(TORCH_FSDP_TESTS_[A-Z_]+)\"", path.read_text(encoding="utf-8")))
-        between_processes = {"EVENTS", "FIXES", "MUTANT", "MUTANT_REACHED", "LAUNCH_SETTINGS", "NUMBERS"}
+        between_processes = {"EVENTS", "FIXES", "MUTANT", "MUTANT_REACHED", "LAUNCH_SETTINGS"} | {
+            "BEHAVIOUR",
+            "OPERATORS",
+            "SOURCES",
+        }
         known = {each.name for each in settings.VARIABLES}
         self.assertEqual(actual - known, {f"TORCH_FSDP_TESTS_{name}" for name in between_processes})
 

@@ -133,7 +133,7 @@ class TestThreads(MultiThreadedTestCase):
 
 
 class TestHooks(TestCase):
-    """Without it, recording could change a test, or miss what it raises and warns about."""
+    """Without it, recording could change a test, or lack what it raises and warns about."""
 
     def test_exceptions_and_warnings(self):
         def body() -> None:

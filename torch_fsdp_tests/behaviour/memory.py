@@ -1,6 +1,6 @@
 """The bytes of unsharded parameters and gradients that FSDP has made and that are still alive.
 
-Storages are seen where FSDP holds them, and gradients also where FSDP copies or reduces them. Then they are followed by
+Storages are seen where FSDP holds them, and gradients also where FSDP2 copies them. Then they are followed by
 weak references. So what FSDP lets go of, and something else keeps, still counts.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -38,8 +38,8 @@ class Memory:
         self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._seen: dict[int, tuple[StorageWeakRef, str]] = {}
 
-    def see(self, kind: str, tensor: torch.Tensor) -> None:
-        if has_storage(tensor):
+    def see(self, kind: str, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in filter(has_storage, tensors):
             storage = local(tensor).untyped_storage()
             self._seen.setdefault(storage._cdata, (StorageWeakRef(storage), kind))
 
@@ -47,7 +47,7 @@ class Memory:
         """The bytes of each kind. A freed storage that can be allocated again counts as none."""
         for owner in list(self.owners):
             for kind, tensor in _held(owner):
-                self.see(kind, tensor)
+                self.see(kind, [tensor])
         sizes = {PARAMETERS: 0, GRADIENTS: 0}
         for key, (reference, kind) in list(self._seen.items()):
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import sys
@@ -55,6 +56,7 @@ class Session:
         self.events: dict[str, list[int]] = {kind.value: [] for kind in Kind}
         self.words: dict[str, int] = {}
         self.depth = 0  # of forwards and of state_dict() calls
+        self.random = torch.Generator().manual_seed(0).get_state()  # of this rank, if it is a thread
 
     def add(self, kind: Kind, *fields: object) -> None:
         if not self.left_out:
@@ -62,17 +64,13 @@ class Session:
             self.events[kind.value].append(self.words.setdefault(word, len(self.words)))
 
     def collective(self, name: str, inputs: Any, size: object) -> None:
-        if name == "reduce_scatter" and self.memory.owners:
-            self.see_gradients(inputs)
         self.add(Kind.COLLECTIVES, name, *described(tensors_in(inputs)), f"over {size}")
         self.measure(name)
 
-    def see_gradients(self, tensors: Any) -> None:
-        for tensor in tensors_in(tensors):
-            self.memory.see(GRADIENTS, tensor)
-
     def measure(self, place: str) -> None:
-        if self.memory.owners:
+        if (
+            self.memory.owners and not self.is_thread
+        ):  # the other threads decide when a collective lets go of its tensors
             self.add(Kind.MEMORY, place, *(f"{size} bytes of {kind}" for kind, size in self.memory.alive().items()))
 
     def value(self, name: str, value: Any) -> None:
@@ -93,6 +91,21 @@ class Session:
         if _get_current_dispatch_mode() is self.mode:
             self.mode.__exit__(None, None, None)
             self.mode.is_active = False
+
+
+_lock = threading.Lock()
+
+
+def _randomly(session: Session, former: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function with random numbers of this rank. Threads share a generator, so in turn they would not repeat."""
+    with _lock:
+        shared = torch.default_generator.get_state()
+        torch.default_generator.set_state(session.random)
+        try:
+            return former(*args, **kwargs)
+        finally:
+            session.random = torch.default_generator.get_state()
+            torch.default_generator.set_state(shared)
 
 
 class _Current(threading.local):
@@ -116,11 +129,14 @@ class _Mode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # and see the operators on local tensors
+        session = self._session
         record = _recorder(func)
         if record is not None:
-            record(self._session, args, kwargs or {})
-        elif self._session.with_operators:
-            self._session.add(Kind.OPERATORS, func, *described(tensors_in((args, kwargs))))
+            record(session, args, kwargs or {})
+        elif session.with_operators:
+            session.add(Kind.OPERATORS, func, *described(tensors_in((args, kwargs))))
+        if session.is_thread and torch.Tag.nondeterministic_seeded in func.tags:
+            return _randomly(session, func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -159,7 +175,7 @@ def _copy(name: str, session: Session, args: Any, kwargs: Any) -> None:
     if not tensors:
         return
     if name == "chunk_cat":
-        session.see_gradients(args[0])
+        session.memory.see(GRADIENTS, args[0])
     target = kwargs.get("dtype") or tensors[0].dtype
     source = tensors[-1] if name == "copy_" else tensors[0]
     becomes = str(target).removeprefix("torch.")
@@ -170,7 +186,8 @@ def _copy(name: str, session: Session, args: Any, kwargs: Any) -> None:
 @contextlib.contextmanager
 def recorded(folder: str, test: str, rank: int, with_operators: bool = False) -> Iterator[Session]:
     """Record the block in this rank, and append a line about it to a file of this rank. ``test`` is the test's id."""
-    _install()
+    with _lock:
+        _install()
     _current.session = session = Session(with_operators)
     session.mode.__enter__()
     try:
@@ -210,6 +227,8 @@ def _install() -> None:
     _around(unittest.case._AssertRaisesContext, "__exit__", _raises)
     _around(warnings, "warn", _warn)
     _around(ProcessLocalGroup, "_join", _join)
+    for owner, name in itertools.product((torch, torch.random), ("manual_seed", "get_rng_state", "set_rng_state")):
+        _around(owner, name, _seed)
 
 
 def _around(owner: Any, name: str, hook: Callable[..., Any]) -> None:
@@ -289,6 +308,10 @@ def _warn(
 ) -> None:
     session.add(Kind.EXCEPTIONS, "warning", cleaned(message))
     former(message, category, stacklevel + 2, *args, **kwargs)
+
+
+def _seed(session: Session, former: Any, *args: Any, **kwargs: Any) -> Any:
+    return _randomly(session, former, *args, **kwargs) if session.is_thread else former(*args, **kwargs)
 
 
 def _join(session: Session, former: Any, self: Any, name: str, parts: Any, opts: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -46,7 +47,7 @@ def digest(value: Any) -> list[str]:
     """
     made = _Digest()
     with _disable_current_modes():
-        for leaf in tree_leaves(value):
+        for leaf in _leaves(value):
             made.add(leaf)
     kinds = " ".join(f"{count} {name}" for name, count in sorted(made.kinds.items()))
     return [kinds, f"{made.crc:08x}", f"{made.norm:.6g}", f"{made.signed:.6g}"]
@@ -99,8 +100,14 @@ def _unreadable(tensor: torch.Tensor) -> str:
     return "freed" if tensor.numel() and not tensor.untyped_storage().nbytes() else ""
 
 
+def _leaves(value: Any) -> Iterator[Any]:
+    """The leaves of a value, with the shards of this rank in place of a ShardedTensor."""
+    for leaf in tree_leaves(value):
+        yield from [shard.tensor for shard in leaf.local_shards()] if isinstance(leaf, ShardedTensor) else [leaf]
+
+
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+    return (leaf for leaf in _leaves(values) if isinstance(leaf, torch.Tensor))
 
 
 def described(tensors: Iterable[torch.Tensor]) -> list[str]:
