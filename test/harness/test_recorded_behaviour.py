@@ -131,6 +131,26 @@ class TestThreads(MultiThreadedTestCase):
         self.assertEqual(line["rank"], self.rank)
         self.assertEqual(line["events"][Kind.COLLECTIVES], [["all_reduce", "float32", "[3]", "over 2"]])
 
+    def test_random_numbers_repeat_in_each_thread(self):
+        """The threads share a generator. Without a record, each of them gets what the others leave."""
+        found: list[Any] = []
+
+        def sample() -> None:
+            found.append([torch.rand(2).tolist() for _ in range(10)])
+            torch.manual_seed(7)
+            found.append(torch.randperm(100).tolist())
+
+        for _ in range(2):
+            recorded(self.rank, sample)
+        self.assertEqual(found[:2], found[2:])
+        torch.manual_seed(7)
+        self.assertNotEqual(found[0], [torch.rand(2).tolist() for _ in range(10)])
+
+    def test_random_numbers_are_those_of_the_seed(self):
+        found: list[Any] = []
+        recorded(self.rank, lambda: (torch.manual_seed(7), found.append(torch.rand(3))))
+        self.assertEqual(found[0], torch.rand(3, generator=torch.Generator().manual_seed(7)))
+
 
 class TestHooks(TestCase):
     """Without it, recording could change a test, or lack what it raises and warns about."""

@@ -17,7 +17,11 @@ class ExitStatus(enum.IntEnum):
         return status
 
     OK = 0, "every test that ran had the expected outcome, or this shard had nothing to run"
-    FAILED = 1, "a test or a file failed (with --fail-on-flaky also: passed only when it was repeated)"
+    FAILED = (
+        1,
+        "a test or a file failed (with --fail-on-flaky also: passed only when it was repeated; with "
+        "--fail-on-difference: behaved differently)",
+    )
     USAGE_ERROR = 2, "bad arguments, an unknown test, malformed input, or a path that cannot be written to"
     BROKEN = (
         3,
@@ -26,7 +30,8 @@ class ExitStatus(enum.IntEnum):
     HOST = 4, "tests failed, and some of the failures began on one host of the launch and none on the others"
     NOTHING_RAN = (
         5,
-        "nothing ran: the selection is empty, none of its tests was executed, or none is known to enter what changed",
+        "nothing ran: the selection is empty, none of its tests was executed or compared, or none is known to enter "
+        "what changed",
     )
     HUNG_UP = 129, "the terminal was closed, or the connection was lost (SIGHUP)"
     INTERRUPTED = 130, "interrupted (SIGINT)"
