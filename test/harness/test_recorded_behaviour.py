@@ -148,8 +148,8 @@ class TestThreads(MultiThreadedTestCase):
 
     def test_random_numbers_are_those_of_the_seed(self):
         found: list[Any] = []
-        recorded(self.rank, lambda: (torch.manual_seed(7), found.append(torch.rand(3))))
-        self.assertEqual(found[0], torch.rand(3, generator=torch.Generator().manual_seed(7)))
+        recorded(self.rank, lambda: found.extend([torch.manual_seed(7), torch.rand(3)]))
+        self.assertEqual(found[1], torch.rand(3, generator=torch.Generator().manual_seed(7)))
 
 
 class TestHooks(TestCase):
