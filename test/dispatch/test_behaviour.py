@@ -76,7 +76,7 @@ class TestComparison(unittest.TestCase):
         for device, now, differs in (
             ("foo", values(4.0002, 1.0001, "1"), False),
             ("foo", values(4.0, -1.0, "1"), True),  # another sign, or another order
-            ("foo", values(4.1, 1.0, "1"), True),
+            ("foo", values(4.01, 1.0, "1"), True),
             ("foo", values(float("nan"), float("nan"), "1"), True),
             ("cpu", values(4.0002, 1.0001, "1"), True),
         ):

@@ -39,8 +39,8 @@ class Memory:
         self._seen: dict[int, tuple[StorageWeakRef, str]] = {}
 
     def see(self, kind: str, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in filter(has_storage, tensors):
-            storage = local(tensor).untyped_storage()
+        for tensor in filter(has_storage, map(local, tensors)):
+            storage = tensor.untyped_storage()
             self._seen.setdefault(storage._cdata, (StorageWeakRef(storage), kind))
 
     def alive(self) -> dict[str, int]:

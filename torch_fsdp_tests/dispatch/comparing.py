@@ -195,6 +195,9 @@ def _missing(run: RunTests, results: Results, against: Record, record: Record) -
 
 
 def _also_failing(results: Results, before: Results) -> list[str]:
-    bad = [{f"{f.name}::{test.name}" for f, test in side.tests() if test.outcome.is_bad} for side in (results, before)]
+    bad = [
+        {f"{file.job.part.name}::{test.name}" for file, test in side.tests() if test.outcome.is_bad}
+        for side in (results, before)
+    ]
     words = [f"fails also without the change: {first_few(sorted(bad[0] & bad[1]))}"] * bool(bad[0] & bad[1])
     return words + [f"fails only without the change: {first_few(sorted(bad[1] - bad[0]))}"] * bool(bad[1] - bad[0])
