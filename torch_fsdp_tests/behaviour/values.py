@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import zlib
 from collections.abc import Iterable, Iterator
@@ -72,11 +73,16 @@ class _Digest:
     def _add_array(self, kind: str, content: bytes, numbers: np.ndarray) -> None:
         self.kinds[kind] = self.kinds.get(kind, 0) + 1
         self.crc = zlib.crc32(content, self.crc)
-        weights = np.cos(np.arange(self.count, self.count + numbers.size))
-        self.count += numbers.size
+        start, self.count = self.count, self.count + numbers.size
+        weights = _weights(1 << self.count.bit_length())[start : self.count]
         with np.errstate(all="ignore"):
             self.norm += float(np.abs(numbers).sum())
             self.signed += float((numbers * weights).sum())
+
+
+@functools.lru_cache(maxsize=4)
+def _weights(count: int) -> np.ndarray:
+    return np.cos(np.arange(count))
 
 
 def _content(tensor: torch.Tensor) -> tuple[bytes, np.ndarray]:
