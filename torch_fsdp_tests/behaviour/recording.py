@@ -153,7 +153,8 @@ def _recorder(func: Any) -> Callable[[Session, Any, Any], None] | None:
         at = next((n for n, each in enumerate(names) if each.startswith("input") or each in ("tensors", "tensor")), 0)
         group = next((n for n, each in enumerate(names) if each in ("process_group", "group_name")), None)
         return functools.partial(_collective, collective, at, group)
-    return functools.partial(_copy, name) if name in _COPIES else None
+    copy = next((each for each in _COPIES if name.startswith(each)), None)
+    return None if copy is None else functools.partial(_copy, copy)
 
 
 def collective_name(name: str) -> str | None:
