@@ -16,6 +16,7 @@ import sys
 import tokenize
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from torch_fsdp_tests.reach import diffs, recording
 from torch_fsdp_tests.reach.functions import Function, digests, find_root, functions_in, module_name, statements_in
@@ -34,10 +35,14 @@ _ATTRIBUTE = re.compile(r"\.(\w+)")
 _READ = 20  # functions whose source is read for the order of tests; of more, only the names count
 
 
-@functools.cache
 def standard_input() -> str:
-    """What standard input has. It can be read once."""
-    return sys.stdin.buffer.read().decode(errors="surrogateescape")
+    """What standard input has. It can be read several times."""
+    return _text_of(sys.stdin)
+
+
+@functools.cache
+def _text_of(stream: TextIO) -> str:
+    return stream.buffer.read().decode(errors="surrogateescape")
 
 
 class UnknownChange(ValueError):
