@@ -224,6 +224,7 @@ class TestDigest(unittest.TestCase):
         for value, kinds in (
             ([torch.ones(2, dtype=torch.bfloat16), torch.ones(1)], "1 bfloat16 1 float32"),
             ({"a": 1, "b": "x"}, "1 number 1 object"),
+            ([id(s) for s in "ab"], "2 address"),
             (torch.ones(2, device="meta"), "1 float32"),
             (torch.ones(2, dtype=torch.complex64), "1 complex64"),
         ):

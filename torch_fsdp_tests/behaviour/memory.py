@@ -7,6 +7,7 @@ weak references. So what FSDP lets go of, and something else keeps, still counts
 from __future__ import annotations
 
 import importlib
+import time
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -22,6 +23,7 @@ OWNERS = (
     ("torch.distributed.fsdp._flat_param", "FlatParamHandle"),
 )
 PARAMETERS, GRADIENTS = "parameters", "gradients"
+MOMENT = 0.02  # seconds in which a thread of the backend lets go of a gradient that it has sent
 
 
 def owners() -> Iterator[type]:
@@ -37,6 +39,7 @@ class Memory:
     def __init__(self) -> None:
         self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._seen: dict[int, tuple[StorageWeakRef, str]] = {}
+        self._kept: set[int] = set()  # those that something else keeps
 
     def see(self, kind: str, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in filter(has_storage, map(local, tensors)):
@@ -45,17 +48,30 @@ class Memory:
 
     def alive(self) -> dict[str, int]:
         """The bytes of each kind. A freed storage that can be allocated again counts as none."""
-        for owner in list(self.owners):
-            for kind, tensor in _held(owner):
-                self.see(kind, [tensor])
+        held = [each for owner in list(self.owners) for each in _held(owner)]
+        for kind, tensor in held:
+            self.see(kind, [tensor])
+        self._wait_for_backend({local(tensor).untyped_storage()._cdata for _, tensor in held if has_storage(tensor)})
         sizes = {PARAMETERS: 0, GRADIENTS: 0}
         for key, (reference, kind) in list(self._seen.items()):
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             if storage is None:
                 del self._seen[key]
+                self._kept.discard(key)
             else:
                 sizes[kind] += storage.nbytes()
         return sizes
+
+    def _wait_for_backend(self, held: set[int]) -> None:
+        """Wait once for each gradient that FSDP1 has let go of. FSDP2 sends copies."""
+        if any(hasattr(owner, "flat_param") for owner in self.owners):
+            until = time.monotonic() + MOMENT
+            gone = {key for key, (_, kind) in self._seen.items() if kind == GRADIENTS} - held - self._kept
+            while gone := {key for key in gone if not self._seen[key][0].expired()}:
+                if time.monotonic() > until:
+                    self._kept |= gone
+                    return
+                time.sleep(0.001)
 
 
 def _held(owner: Any) -> Iterator[tuple[str, torch.Tensor]]:
