@@ -205,6 +205,11 @@ class TestCommand(TreeCase):
         self.check({"test_n": silent}, against, passed=2, code=1, says=says, **self.torch)
         self.check({}, ["--against-behaviour", file], passed=2, says=says, **self.torch)
 
+    def test_the_order_of_a_set_is_no_behaviour(self):
+        ordered = RECORDS.replace("float32", "{''.join({*'abcdefghijkl'})}")
+        self.check({"test_n": ordered}, ["--record-behaviour", self.root / "x.gz"], passed=2, **self.torch)
+        self.assertNotIn("repeat", self.out)
+
     def test_refusals(self):
         gone, other = self.root / "gone", self.write_json("x.json", [])
         misfit = self.write_json("y.diff", self.change_text().replace("x += LIMIT", "x += OTHER"))

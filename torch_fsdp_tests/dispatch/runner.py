@@ -73,6 +73,8 @@ def _requested_settings(run: RunTests) -> dict[str, str]:
         settings.OPERATORS_VARIABLE: "1" if run.operators else None,
         RANKS_VARIABLE: None if run.ranks is None else str(run.ranks),
     }
+    if run.behaviour is not None:  # the order of a set is no behaviour, and differs in each interpreter
+        requested["PYTHONHASHSEED"] = os.environ.get("PYTHONHASHSEED", "0")
     stated = {name: value for name, value in requested.items() if value is not None}
     variables = {**installation.on_path(os.environ), **stated}
     if not (run.fixes or run.sources):
