@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.experimental import implicit_replication
 
@@ -33,8 +33,10 @@ from torch_fsdp_tests.common_fsdp import (
     patch_reduce_scatter,
 )
 from torch_fsdp_tests.common_utils import device_sleep, get_cycles_per_ms, run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.device.ordering import check_order
+from torch_fsdp_tests.fsdp import collectives, internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.training import shard_each
@@ -329,6 +331,41 @@ class TestFullyShardOverlap(OverlapTest):
                 self._check_time(own_streams, 4 * comm_ms + 2 * compute_ms + 3 * comm_ms, in_turn)
 
     @needs(torch_facts.HAS_SEPARATE_REDUCE_SCATTER_GROUP)
+    @skip_if_lt_x_gpu(2)
+    def test_set_separate_reduce_scatter_group(self):
+        """Reduce-scatters use one new group of the same ranks until it is disabled. Gradients stay bitwise the same."""
+        with streams():
+            (_, twin), (_, model) = self._models(0), self._models(0)
+            shared = internals.group_of(model[0]).mesh_info.shard_process_group
+            with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
+                model[0].set_separate_reduce_scatter_group(recurse=False)
+                first, *others = self._reduce_scatter_groups(model)
+                self.assertEqual(others, [shared] * (LAYERS - 1))
+                model.set_separate_reduce_scatter_group()
+                own = self._reduce_scatter_groups(model)[0]
+                created = new_group.call_count
+                model.set_separate_reduce_scatter_group(True)
+                self.assertEqual(new_group.call_count, created)
+            self.assertNotIn(shared, (first, own))
+            self.assertEqual(dist.get_process_group_ranks(own), dist.get_process_group_ranks(shared))
+            self._check_groups(twin, model, shared, own)
+            model.set_separate_reduce_scatter_group(False)
+            self._check_groups(twin, model, shared, shared)
+
+    def _reduce_scatter_groups(self, model: nn.Module) -> list[Any]:
+        return [group._reduce_scatter_process_group for group in internals.groups_of(model)]
+
+    def _check_groups(self, twin: nn.Module, model: nn.Module, gathers_on: Any, reduces_on: Any) -> None:
+        self.assertEqual(self._reduce_scatter_groups(model), [reduces_on] * LAYERS)
+        self._step(twin)
+        with collectives.recorded() as calls:
+            self._step(model)
+        self.assertEqual(set(calls.values("all_gather", "group")), {gathers_on})
+        self.assertEqual(calls.values("reduce_scatter", "group"), [reduces_on] * LAYERS)
+        for param, twin_param in zip(model.parameters(), twin.parameters()):
+            self.assertTrue(torch.equal(param.grad.to_local(), twin_param.grad.to_local()))
+
+    @needs(torch_facts.HAS_SEPARATE_REDUCE_SCATTER_GROUP)
     @overlaps
     @skip_if_lt_x_gpu(2)
     def test_separate_reduce_scatter_group_overlap(self):
@@ -388,6 +425,33 @@ class TestFullyShardOverlap(OverlapTest):
             # On a real device this is the median of three runs. The second and third begin with an event.
             self._check_time(with_event, iterations * step_ms + comm_ms, iterations * (step_ms + slack_ms) + comm_ms)
             self.assertGreater(without, with_event)
+
+    @skip_if_lt_x_gpu(2)
+    def test_offload_post_accumulate_grad_hook_sees_reduced_grad(self):
+        """With offloaded gradients, a post-accumulate-grad hook sees the average over ranks, on the CPU.
+
+        The host waits for the copy before it calls the hook.
+        """
+        torch.manual_seed(42)
+        ref_model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(LAYERS))).to(self.device)
+        seen: dict[str, torch.Tensor] = {}
+
+        def build() -> nn.Module:
+            model = copy.deepcopy(ref_model)
+            shard_each([*model, model], offload_policy=CPUOffloadPolicy())
+            for name, param in model.named_parameters():
+                param.register_post_accumulate_grad_hook(
+                    lambda param, name=name: seen.setdefault(name, param.grad.to_local() * 1)
+                )
+            return model
+
+        with torch_defect("fsdp2_hooks_read_offloaded_gradients_too_early"):
+            check_order(self, build, self._step, host_waits=["copy"])
+        self._step(ref_model)
+        average_gradients(ref_model)
+        expected = {name: param.grad.chunk(self.world_size)[self.rank] for name, param in ref_model.named_parameters()}
+        self.assertEqual({grad.device.type for grad in seen.values()}, {"cpu"})
+        self.assertEqual(seen, {name: grad.cpu() for name, grad in expected.items()})
 
     @exact_time
     @skip_if_lt_x_gpu(2)

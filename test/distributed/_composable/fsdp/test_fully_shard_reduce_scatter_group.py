@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,83 +11,13 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module
 
-from torch_fsdp_tests.common_distributed import (
-    at_most,
-    needs,
-    skip_if_lt_x_gpu,
-)
-from torch_fsdp_tests.common_fsdp import (
-    MLP,
-    FSDPTest,
-    FSDPTestContinuous,
-)
+from torch_fsdp_tests.common_distributed import at_most, needs, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import MLP, FSDPTest
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.fsdp import collectives, internals
 from torch_fsdp_tests.fsdp.combinations import subtests
-from torch_fsdp_tests.fsdp.training import (
-    TrainingMixin,
-    backward,
-    loss_of,
-    optimizers,
-    shard_each,
-    take_step,
-    train,
-)
+from torch_fsdp_tests.fsdp.training import TrainingMixin, backward, loss_of, shard_each, train
 from torch_fsdp_tests.installed_torch import torch_facts, torch_names
-
-sys.path.insert(0, str(Path(__file__).parents[3]))
-from distributed._composable.fsdp.communication import (
-    check_identical,
-    local_grads,
-    shard_blocks,
-    tokens,
-    transformer,
-)
-
-
-class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
-    world_size = at_most(4)
-
-    @needs(torch_facts.HAS_SEPARATE_REDUCE_SCATTER_GROUP)
-    @skip_if_lt_x_gpu(4)
-    @subtests(shape=[(4,), (2, 2)])
-    def test_set_separate_reduce_scatter_group(self, shape):
-        """Reduce-scatters use one new group of the same ranks. Gradients stay bitwise the same."""
-        mesh = self._mesh(*shape)
-        twin, model = (shard_blocks(transformer(self.device), mesh=mesh) for _ in range(2))
-        shard_group = mesh.get_group("shard")
-        with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
-            model.layers[0].set_separate_reduce_scatter_group(recurse=False)
-            first, second = (internals.group_of(layer)._reduce_scatter_process_group for layer in model.layers)
-            self.assertIs(second, shard_group)
-            model.set_separate_reduce_scatter_group()
-            own = internals.group_of(model)._reduce_scatter_process_group
-            created = new_group.call_count
-            model.set_separate_reduce_scatter_group(True)
-            self.assertEqual(new_group.call_count, created)
-        self.assertEqual({group._reduce_scatter_process_group for group in internals.groups_of(model)}, {own})
-        self.assertIsNot(own, shard_group)
-        self.assertIsNot(first, shard_group)
-        ranks = [dist.get_process_group_ranks(g) for g in (own, shard_group)]
-        self.assertEqual(ranks[0], ranks[1])
-        self._check_groups(twin, model, shard_group, own, steps=3)
-        model.set_separate_reduce_scatter_group(False)
-        self._check_groups(twin, model, shard_group, shard_group, steps=1)
-        for group in (first, own):
-            dist.destroy_process_group(group)
-
-    def _check_groups(self, twin: Any, model: Any, gathers_on: Any, reduces_on: Any, steps: int) -> None:
-        optims = optimizers(twin, model)
-        for step in range(steps):
-            ids = tokens(self.rank, step, self.device)
-            twin(ids).sum().backward()
-            with collectives.recorded() as calls:
-                model(ids).sum().backward()
-            self.assertEqual(set(calls.values("all_gather", "group")), {gathers_on})
-            self.assertEqual(set(calls.values("reduce_scatter", "group")), {reduces_on})
-            self.assertEqual(calls.counts()["reduce_scatter"], len(internals.fsdp_modules(model)))
-            check_identical(self, local_grads(model), local_grads(twin))
-            take_step(optims)
 
 
 @needs(torch_facts.HAS_SEPARATE_REDUCE_SCATTER_GROUP)
