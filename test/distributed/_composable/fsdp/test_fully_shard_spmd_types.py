@@ -253,12 +253,19 @@ class TestFullyShardSpmdTypes(TrainingMixin, FSDPTest):
         self.assertEqual(layer.scale.device_mesh.shape, case.shape if len(case.shard) < 2 else (4,))
 
     @skip_if_lt_x_gpu(4)
-    @subtests(typecheck=[True, False], on_dp=[True, False], reshard_after_forward=[True, False])
-    def test_types_in_forward(self, typecheck, on_dp, reshard_after_forward):
-        """With type checks on, each forward sees plain parameters with their original types.
+    @subtests(typecheck=[True, False], reshard_after_forward=[True, False])
+    def test_full_param_annotations_do_not_require_init_compute_mesh(self, typecheck, reshard_after_forward):
+        """Parameters with types on all dimensions can be sharded without a current mesh."""
+        self._check_types_in_forward(typecheck, reshard_after_forward, on_dp=True)
 
-        Types on FSDP's dimensions must be R, and may be omitted if the current mesh is set.
-        """
+    @skip_if_lt_x_gpu(4)
+    @subtests(typecheck=[True, False], reshard_after_forward=[True, False])
+    def test_partial_param_annotations_infer_fsdp_axes_at_init(self, typecheck, reshard_after_forward):
+        """Types on FSDP's dimensions must be R, and may be omitted if the current mesh is set."""
+        self._check_types_in_forward(typecheck, reshard_after_forward, on_dp=False)
+
+    def _check_types_in_forward(self, typecheck: bool, reshard_after_forward: bool, on_dp: bool) -> None:
+        """With type checks on, each forward sees plain parameters with their original types."""
         case = WITH_TP
         mesh = mesh_of(case.names, case.shape)
         layer = self._annotated(self._layer(case, mesh), self._types(case, mesh, on_dp))
@@ -342,7 +349,7 @@ class TestFullyShardSpmdTypes(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     @subtests(types_on=["dp and cp", "both in one"], stored_on=["dp and cp", "both in one"])
-    def test_other_mesh_of_the_same_ranks(self, types_on, stored_on):
+    def test_restores_param_spmd_type_for_compute(self, types_on, stored_on):
         """Types and storage may use different meshes over the same ranks. The types keep their axes."""
         meshes = {
             "dp and cp": mesh_of(("dp", "cp"), (2, 2)),
@@ -366,7 +373,7 @@ class TestFullyShardSpmdTypes(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     @subtests(in_one_module=[False, True])
-    def test_experts(self, in_one_module):
+    def test_mixed_dense_sparse_params_use_per_param_restore_meshes(self, in_one_module):
         """Experts are stored on a separate mesh, next to a dense layer or in one module with it.
 
         Gradients of experts are averaged over the ranks with the same experts, those of the dense layer over all ranks.
@@ -420,37 +427,73 @@ class TestFullyShardSpmdTypes(TrainingMixin, FSDPTest):
 
         self._check_training(ref_model, model, lambda: self._inputs(2, 4), step=step, average=average, compare=compare)
 
+    def _check_error(self, message: str, of_dp: Any, of_tp: Any, current: Any = None, **kwargs: Any) -> None:
+        """``fully_shard`` rejects a parameter with these types (None for no type) on a mesh of "dp" and "tp"."""
+        mesh = mesh_of(("dp", "tp"), (2, 2))
+        types = {mesh.get_group(name): of for name, of in (("dp", of_dp), ("tp", of_tp)) if of is not None}
+        self._check_types_error(
+            message, types, current, **{"mesh": mesh, "dp_mesh_dims": mesh_dims(shard="dp")} | kwargs
+        )
+
+    def _check_types_error(self, message: str, types: dict[Any, Any], current: Any, **kwargs: Any) -> None:
+        linear = nn.Linear(4, 4, bias=False, device=self.device)
+        if types:
+            spmd.assert_type(linear.weight, types)
+        with contextlib.nullcontext() if current is None else spmd.set_current_mesh(current):
+            with self.assertRaisesRegex(ValueError, f"(?s){message}"):
+                fully_shard(linear, **kwargs)
+
     @skip_if_lt_x_gpu(4)
-    def test_errors(self):
-        """FSDP rejects types that it cannot store or restore. The message names the type and the axis."""
-        mesh, world = mesh_of(("dp", "tp"), (2, 2)), mesh_of(("world",), (4,))
-        dp, tp, everyone = mesh.get_group("dp"), mesh.get_group("tp"), world.get_group("world")
-        only_tp = frozenset([spmd.MeshAxis.of(tp)])
-        by_name = {"mesh": mesh, "dp_mesh_dims": mesh_dims(shard="dp")}
-        cases: list[tuple[str, dict[Any, Any], Any, dict[str, Any]]] = [
-            (
-                "require fully_shard.. to be called with both a named full DeviceMesh",
-                {dp: spmd.R},
-                None,
-                {"mesh": world},
-            ),
-            ("partial spmd_types annotations that cannot be restored", {tp: spmd.I}, None, by_name),
-            ("annotated on axes .*tp.* that are not in that mesh", {tp: spmd.I}, world, by_name),
-            ("does not span the same ranks as its FSDP storage mesh", {tp: spmd.I}, only_tp, by_name),
-            ("Expected spmd.R on FSDP DP axis .*dp.* but got .*I\\.", {dp: spmd.I, tp: spmd.I}, None, by_name),
-            ("Expected spmd.R on FSDP DP axis .*dp.* but got S.0.", {dp: spmd.S(0), tp: spmd.I}, None, by_name),
-            ("which is neither a non-FSDP storage-mesh axis nor contained in", {everyone: spmd.R}, None, by_name),
-            ("incomplete spmd_types annotations .*Missing non-FSDP storage axes: .*tp", {dp: spmd.R}, mesh, by_name),
-            ("Cannot convert plain Varying to a DTensor placement", {dp: spmd.R, tp: spmd.V}, None, by_name),
-            ("must be DTensors on the full SPMD mesh", {}, None, by_name),
-        ]
-        for message, types, current, kwargs in cases:
-            linear = nn.Linear(4, 4, bias=False, device=self.device)
-            if types:
-                spmd.assert_type(linear.weight, types)
-            with contextlib.nullcontext() if current is None else spmd.set_current_mesh(current):
-                with self.assertRaisesRegex(ValueError, f"(?s){message}"):
-                    fully_shard(linear, **kwargs)
+    def test_spmd_params_require_dp_mesh_dims(self):
+        """A parameter with types needs a mesh with names, and ``dp_mesh_dims``."""
+        message = "require fully_shard.. to be called with both a named full DeviceMesh"
+        self._check_error(message, spmd.R, None, mesh=mesh_of(("world",), (4,)), dp_mesh_dims=None)
+
+    @skip_if_lt_x_gpu(4)
+    def test_partial_non_storage_annotations_require_current_mesh(self):
+        """Without a current mesh, types on some dimensions are not enough."""
+        self._check_error("partial spmd_types annotations that cannot be restored", None, spmd.I)
+
+    @skip_if_lt_x_gpu(4)
+    def test_spmd_restore_mesh_must_contain_annotated_axes(self):
+        """The current mesh must have the dimensions of the types, and the ranks of the mesh."""
+        tp = spmd.MeshAxis.of(mesh_of(("dp", "tp"), (2, 2)).get_group("tp"))
+        for message, current in (
+            ("annotated on axes .*tp.* that are not in that mesh", mesh_of(("world",), (4,))),
+            ("does not span the same ranks as its FSDP storage mesh", frozenset([tp])),
+        ):
+            self._check_error(message, None, spmd.I, current)
+
+    @skip_if_lt_x_gpu(4)
+    def test_fsdp_dp_axes_must_be_r(self):
+        """Parameters must have the type R on the dimensions over which FSDP shards."""
+        for of_dp, name in ((spmd.I, "I"), (spmd.S(0), "S.0.")):
+            message = rf"Expected spmd.R on FSDP DP axis .*dp.* but got .*{name}\."
+            self._check_error(message, of_dp, spmd.I)
+
+    @skip_if_lt_x_gpu(4)
+    def test_fully_annotated_sparse_param_requires_sparse_storage_mesh(self):
+        """Types on the dimensions of another mesh are rejected."""
+        types = {mesh_of(("world",), (4,)).get_group("world"): spmd.R}
+        mesh, dims = mesh_of(("dp", "tp"), (2, 2)), mesh_dims(shard="dp")
+        message = "which is neither a non-FSDP storage-mesh axis nor contained in"
+        self._check_types_error(message, types, None, mesh=mesh, dp_mesh_dims=dims)
+
+    @skip_if_lt_x_gpu(4)
+    def test_partial_param_annotations_missing_non_fsdp_axis_errors(self):
+        """Types on dimensions over which FSDP does not shard may not be omitted."""
+        message = "incomplete spmd_types annotations .*Missing non-FSDP storage axes: .*tp"
+        self._check_error(message, spmd.R, None, mesh_of(("dp", "tp"), (2, 2)))
+
+    @skip_if_lt_x_gpu(4)
+    def test_local_v_param_requires_partition_spec(self):
+        """The type V does not say which dimension of the parameter is split."""
+        self._check_error("Cannot convert plain Varying to a DTensor placement", spmd.R, spmd.V)
+
+    @skip_if_lt_x_gpu(4)
+    def test_parameter_without_types(self):
+        """A parameter without types has to be a DTensor."""
+        self._check_error("must be DTensors on the full SPMD mesh", None, None)
 
     @skip_if_lt_x_gpu(4)
     @subtests(order=[("ep", "tp"), ("tp", "ep")])
