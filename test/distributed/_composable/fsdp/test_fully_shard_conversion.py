@@ -142,7 +142,7 @@ class TestFullyShardConversion(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1)
     @subtests(conversion=list(CONVERSIONS), shard_placement_fn=[None, shard_largest_dim])
-    def test_before_first_forward(self, conversion, shard_placement_fn):
+    def test_to_matches_plain_module(self, conversion, shard_placement_fn):
         """The shards have the values of the converted plain model and train like it."""
         plain, model = self._pair(shard_placement_fn=shard_placement_fn)
         self._convert(conversion, plain, model)
@@ -310,7 +310,7 @@ class TestFullyShardConversion(FSDPTestMultiThread):
     @needs(torch_facts.ASKS_PARAMETERS_FOR_GRAD_DTYPE)
     @skip_if_lt_x_gpu(1)
     @subtests(conversion=list(CONVERSIONS), loads=[False, True])
-    def test_train_with_grad_dtype(self, conversion, loads):
+    def test_grad_dtype_policy_preserved_after_conversion_and_replacement(self, conversion, loads):
         """Parameters keep their grad_dtype if they are converted before the first forward, or replaced by loading."""
         model = filled(Model(self.device))
         model.first.weight.grad_dtype = f32

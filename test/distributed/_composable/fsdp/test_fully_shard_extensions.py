@@ -826,7 +826,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
         self.assertEqual(len(extension.outs), 3)
 
     @skip_if_lt_x_gpu(1)
-    def test_mesh_of_one_rank_with_two_payloads(self):
+    def test_all_gather_extension_single_rank_payloads(self):
         """On a mesh of one rank the post-hook receives both tensors that the pre-hook returned.
 
         With the defect it receives only the first. If the shard group has one rank,
