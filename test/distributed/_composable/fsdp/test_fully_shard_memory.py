@@ -11,21 +11,23 @@ import copy
 import functools
 import gc
 import math
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
-from torch_fsdp_tests.common_fsdp import FSDPTest, patch_post_backward
+from torch_fsdp_tests.common_fsdp import FSDPTest, patch_all_reduce, patch_post_backward
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import NO_DEFECT, torch_defect
 from torch_fsdp_tests.device import accelerator
@@ -36,8 +38,12 @@ from torch_fsdp_tests.fsdp.internals import groups_of
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import average_gradients, bytes_of
 from torch_fsdp_tests.fsdp.shards import local_of
+from torch_fsdp_tests.fsdp.training import shard_each, tiny_transformer
 from torch_fsdp_tests.installed_torch import torch_facts
 from torch_fsdp_tests.perturb import unperturbed
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from distributed._composable.fsdp import experts
 
 BYTES = 4  # per float32
 SMALL = ModelArgs(n_layers=3, vocab_size=32, dim=16, dropout_p=0.0, weight_tying=False)
@@ -63,8 +69,41 @@ class BodyAlone(nn.Module):
         return self.body(x)
 
 
+class MemoryTest(FSDPTest):
+    """A test case that measures the memory of models."""
+
+    def _memory(self, which: str) -> int:
+        stats = torch.get_device_module(accelerator.current().type).memory_stats()
+        return round(stats[f"active_bytes.all.{which}"] / 1e6)
+
+    def _get_peak_active_memory_mb(self) -> int:
+        return self._memory("peak")
+
+    def _get_curr_active_memory_mb(self) -> int:
+        return self._memory("current")
+
+    def _held(self, model: nn.Module, optims: Iterable[torch.optim.Optimizer]) -> dict[str, int]:
+        groups = groups_of(model)
+        params = [param for group in groups for param in group.fsdp_params]
+        unsharded = [param._unsharded_param.grad for param in params if hasattr(param, "_unsharded_param")]
+        moments = (value for optim in optims for state in optim.state.values() for value in state.values())
+        return {
+            "shards": bytes_of(param._sharded_param_data for param in params),
+            "gathered": bytes_of(gathered(groups)),
+            "unsharded gradients": bytes_of([*unsharded, *(param.unsharded_accumulated_grad for param in params)]),
+            "sharded gradients": bytes_of(local_of(param.sharded_param.grad) for param in params),
+            "moments": bytes_of(local_of(value) for value in moments if value.numel() > 1),
+        }
+
+    def _alive(self, collects: bool = True) -> int:
+        """The bytes of the storages of all tensors that the garbage collector tracks."""
+        if collects:
+            gc.collect()
+        return bytes_of(each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter))
+
+
 @unperturbed("it measures memory")
-class TestFullyShardMemory(FSDPTest):
+class TestFullyShardMemory(MemoryTest):
     world_size = 2
 
     def _sharded(
@@ -108,16 +147,6 @@ class TestFullyShardMemory(FSDPTest):
         for param in optims:
             param.register_post_accumulate_grad_hook(step)
         return list(optims.values())
-
-    def _memory(self, which: str) -> int:
-        stats = torch.get_device_module(accelerator.current().type).memory_stats()
-        return round(stats[f"active_bytes.all.{which}"] / 1e6)
-
-    def _get_peak_active_memory_mb(self) -> int:
-        return self._memory("peak")
-
-    def _get_curr_active_memory_mb(self) -> int:
-        return self._memory("current")
 
     @skip_if_lt_x_gpu(2)
     @subtests(
@@ -212,19 +241,6 @@ class TestFullyShardMemory(FSDPTest):
         self.assertEqual(self._get_curr_active_memory_mb(), base)
 
     # Sizes of FSDP's own storages.
-
-    def _held(self, model: nn.Module, optims: Iterable[torch.optim.Optimizer]) -> dict[str, int]:
-        groups = groups_of(model)
-        params = [param for group in groups for param in group.fsdp_params]
-        unsharded = [param._unsharded_param.grad for param in params if hasattr(param, "_unsharded_param")]
-        moments = (value for optim in optims for state in optim.state.values() for value in state.values())
-        return {
-            "shards": bytes_of(param._sharded_param_data for param in params),
-            "gathered": bytes_of(gathered(groups)),
-            "unsharded gradients": bytes_of([*unsharded, *(param.unsharded_accumulated_grad for param in params)]),
-            "sharded gradients": bytes_of(local_of(param.sharded_param.grad) for param in params),
-            "moments": bytes_of(local_of(value) for value in moments if value.numel() > 1),
-        }
 
     def _test_training_storage(self, reshard: bool, offload: bool, in_backward: bool) -> None:
         model = self._sharded(SMALL, reshard, offload)
@@ -336,12 +352,6 @@ class TestFullyShardMemory(FSDPTest):
 
         with patch_post_backward(post_backward):
             yield seen
-
-    def _alive(self, collects: bool = True) -> int:
-        """The bytes of the storages of all tensors that the garbage collector tracks."""
-        if collects:
-            gc.collect()
-        return bytes_of(each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter))
 
     @skip_if_lt_x_gpu(2)
     @subtests(reshard_after_forward=[True, False])
@@ -536,6 +546,78 @@ class TestFullyShardMemory(FSDPTest):
         first, cast, last = (4 * out // self.world_size for out in features)
         reduced = first + last if cast > first + last else first + cast + last
         self.assertEqual(bytes_of(local_of(grad) for grad in grads), reduced * BYTES + cast * 2)
+
+
+@unperturbed("it measures memory")
+@needs(torch_facts.HAS_MESH_PER_PARAMETER)
+class TestFullyShardPerParamMeshMemory(MemoryTest):
+    world_size = 4
+
+    @skip_if_lt_x_gpu(4)
+    def test_per_param_mesh_training_memory_no_gc(self):
+        """Iterations of a model whose experts have a smaller mesh leave no memory to the garbage collector.
+
+        After each step, local shards and moments are the only memory that FSDP and the optimizer hold.
+        """
+        meshes = experts.split(make_mesh(1, 2, 2, 1, names=("replicate", "shard", "expert", "tensor")))
+        torch.manual_seed(42)
+        model = tiny_transformer(n_layers=2, vocab_size=32, num_experts=8, weight_tying=False).to(self.device)
+        Transformer.parallelize(model, None, use_seq_parallel=False, ep_mesh=meshes.expert_parallel)
+        experts.shard(model, meshes, reshard_others=True)
+        optim = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=False)
+        tokens = torch.randint(0, 32, (2, 8), device=self.device)
+        gc.disable()
+        self.addCleanup(gc.enable)
+        actual = {}
+        for iteration in range(1, 14):
+            model(tokens).sum().backward()
+            self.assertEqual(internals.comm_context(model).reduce_scatter_states, [], may_be="empty")
+            optim.step()
+            optim.zero_grad()
+            if iteration == 3:
+                gc.collect()
+            actual[iteration] = self._held(model, [optim]), self._alive(collects=False), self._in_use()
+        shards = bytes_of(param._sharded_param_data for group in groups_of(model) for param in group.fsdp_params)
+        self.assertEqual(
+            {name: size for name, size in actual[3][0].items() if size}, {"shards": shards, "moments": 2 * shards}
+        )
+        self.assertEqual(actual[13], actual[3])
+
+    def _in_use(self) -> int:
+        """Megabytes according to the allocator, or 0 if it has no statistics."""
+        return self._get_curr_active_memory_mb() if accelerator.current().has("memory_stats") else 0
+
+
+class TestFullyShardHSDPSyncCorrectness(FSDPTest):
+    world_size = 4
+
+    @skip_if_lt_x_gpu(4)
+    @subtests(mp_dtype=[torch.bfloat16, torch.float16])
+    def test_ar_buffer_lifetime_mixed_dtype(self, mp_dtype):
+        """Buffers that are all-reduced in a low precision live until the end of backward.
+
+        Gradients are float32 copies of them. Otherwise the next layer could reduce into a buffer that is still being
+        all-reduced.
+        """
+        mesh = make_mesh(2, 2, names=("replicate", "shard"))
+        policy = MixedPrecisionPolicy(param_dtype=mp_dtype, reduce_dtype=mp_dtype)
+        torch.manual_seed(42)
+        model = nn.Sequential(*(nn.Linear(8, 8, bias=False, device=self.device) for _ in range(3)))
+        shard_each([*model, model], mesh=mesh, mp_policy=policy)
+        buffers: list[weakref.ref[torch.Tensor]] = []
+        original = dist.all_reduce
+
+        def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            buffers.append(weakref.ref(tensor))
+            self.assertEqual(tensor.dtype, mp_dtype)
+            self.assertNotIn(None, [buffer() for buffer in buffers])
+            return original(tensor, *args, **kwargs)
+
+        for _ in range(2):
+            with patch_all_reduce(all_reduce):
+                model(torch.ones(2, 8, device=self.device)).sum().backward()
+            self.assertEqual([buffer() for buffer in buffers], [None] * 3)
+            buffers.clear()
 
 
 if __name__ == "__main__":
