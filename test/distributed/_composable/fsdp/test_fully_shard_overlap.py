@@ -224,8 +224,6 @@ class OverlapTest(FSDPTest):
     def _step(self, model: nn.Module) -> None:
         model(self._inputs()).sum().backward()
 
-
-class TestFullyShardOverlap(OverlapTest):
     def _models(self, compute_ms: float, layers: int = LAYERS, together: int = 1, **kwargs: Any) -> tuple[Any, Any]:
         """Return a plain model, and a sharded copy after one step. Each group has ``together`` one-parameter layers."""
         torch.manual_seed(42)
@@ -250,6 +248,40 @@ class TestFullyShardOverlap(OverlapTest):
         synchronize()
         check_sharded_parity(self, ref_model, model)
 
+    def _check_post_optim_event(self, **kwargs: Any) -> None:
+        """With an event after the optimizer's step, the all-gather does not wait for later work."""
+        compute_ms, comm_ms, iterations, slack_ms = 25, 10, 5, 4
+        with streams():
+            torch.manual_seed(42)
+            ref_model = nn.Sequential(LinearWithSleep(DIM, compute_ms), nn.Linear(DIM, DIM)).to(self.device)
+            model: Any = copy.deepcopy(ref_model)
+            fully_shard(model[1], reshard_after_forward=False, **kwargs)
+            optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+            def train(with_event: bool) -> None:
+                for _ in range(iterations):
+                    self._step(model)
+                    with implicit_replication():  # because of the defect optimizer_ignored_parameters_break_foreach
+                        optim.step()
+                    if with_event:
+                        event = device_module().Event()
+                        event.record()
+                        model[1].set_post_optim_event(event)
+                    optim.zero_grad()
+
+            train(False)  # lazy initialization, and the optimizer's state
+            gather = delayed(internals.all_gather(), comm_ms)
+            with patch_all_gather(gather):
+                without = self._time_fn(lambda: train(False))
+                with_event = self._time_fn(lambda: train(True))
+            step_ms = 3 * compute_ms
+            self._check_time(without, iterations * (step_ms + comm_ms), iterations * (step_ms + comm_ms + slack_ms))
+            # On a real device this is the median of three runs. The second and third begin with an event.
+            self._check_time(with_event, iterations * step_ms + comm_ms, iterations * (step_ms + slack_ms) + comm_ms)
+            self.assertGreater(without, with_event)
+
+
+class TestFullyShardOverlap(OverlapTest):
     @overlaps
     @skip_if_lt_x_gpu(2)
     def test_fully_shard_training_overlap(self):
@@ -395,36 +427,7 @@ class TestFullyShardOverlap(OverlapTest):
     @overlaps
     @skip_if_lt_x_gpu(2)
     def test_fully_shard_post_optim_event_overlap(self):
-        """With an event after the optimizer's step, the all-gather does not wait for later work."""
-        compute_ms, comm_ms, iterations, slack_ms = 25, 10, 5, 4
-        with streams():
-            torch.manual_seed(42)
-            ref_model = nn.Sequential(LinearWithSleep(DIM, compute_ms), nn.Linear(DIM, DIM)).to(self.device)
-            model: Any = copy.deepcopy(ref_model)
-            fully_shard(model[1], reshard_after_forward=False)
-            optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-            def train(with_event: bool) -> None:
-                for _ in range(iterations):
-                    self._step(model)
-                    with implicit_replication():  # because of the defect optimizer_ignored_parameters_break_foreach
-                        optim.step()
-                    if with_event:
-                        event = device_module().Event()
-                        event.record()
-                        model[1].set_post_optim_event(event)
-                    optim.zero_grad()
-
-            train(False)  # lazy initialization, and the optimizer's state
-            gather = delayed(internals.all_gather(), comm_ms)
-            with patch_all_gather(gather):
-                without = self._time_fn(lambda: train(False))
-                with_event = self._time_fn(lambda: train(True))
-            step_ms = 3 * compute_ms
-            self._check_time(without, iterations * (step_ms + comm_ms), iterations * (step_ms + comm_ms + slack_ms))
-            # On a real device this is the median of three runs. The second and third begin with an event.
-            self._check_time(with_event, iterations * step_ms + comm_ms, iterations * (step_ms + slack_ms) + comm_ms)
-            self.assertGreater(without, with_event)
+        self._check_post_optim_event()
 
     @skip_if_lt_x_gpu(2)
     def test_offload_post_accumulate_grad_hook_sees_reduced_grad(self):
@@ -581,42 +584,107 @@ class TestFullyShardOverlap(OverlapTest):
                     self.assertEqual(events, [*expected.split(", "), "reduce 0"])
                     events.clear()
 
+
+class TestFullyShardHSDPStreamBehavior(OverlapTest):
+    world_size = 4
+
+    def _hsdp_models(self, compute_ms: float, **kwargs: Any) -> tuple[Any, Any]:
+        return self._models(compute_ms, mesh=self._hsdp_mesh(), **kwargs)
+
+    def _hsdp_mesh(self) -> DeviceMesh:
+        return init_device_mesh(accelerator.current().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+
+    def _time_step(self, model: nn.Module, reduce_ms: float = 0, all_reduce_ms: float = 0) -> float:
+        """The time of a step with delays of reduce-scatters and all-reduces, which run on streams of their own."""
+        for_shards, for_replicas = (device_module().Stream() for _ in range(2))
+        reduce = delayed(internals.reduce_scatter(), reduce_ms, lambda group: for_shards)
+        all_reduce = delayed(dist.all_reduce, all_reduce_ms, lambda group: for_replicas)
+        with patch_reduce_scatter(reduce), patch_all_reduce(all_reduce):
+            return self._time_fn(lambda: self._step(model))
+
+    @exact_time
+    @skip_if_lt_x_gpu(4)
+    def test_all_reduce_waits_on_reduce_scatter(self):
+        """Compute hides all reductions but the last reduce-scatter and the all-reduce after it."""
+        compute_ms, reduce_ms, all_reduce_ms = 25, 15, 10
+        with streams():
+            ref_model, model = self._hsdp_models(compute_ms)
+            time = self._time_step(model, reduce_ms, all_reduce_ms)
+            self._check_time(time, 3 * LAYERS * compute_ms + reduce_ms + all_reduce_ms)
+            self._check_gradients(ref_model, model)
+
     @overlaps
     @skip_if_lt_x_gpu(4)
-    def test_hsdp_delayed_all_reduce(self):
-        """Delayed all-reduces in bfloat16 do not corrupt the gradient of a later layer.
-
-        The gradient is a float32 copy of the buffer, but each buffer lives until the end of the backward. Otherwise the
-        next layer's reduction could write into a buffer that is still being all-reduced.
-        """
-        mesh = init_device_mesh(accelerator.current().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    def test_all_reduces_pipelined_across_layers(self):
+        """All-reduces run in turn. They overlap with compute and all-gathers, and do not change gradients."""
         policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
         with streams():
-            _, twin = self._models(1, mesh=mesh, mp_policy=policy)
-            _, model = self._models(1, mesh=mesh, mp_policy=policy)
-            all_reduce = delayed(dist.all_reduce, 15)
-            buffers: list[weakref.ref[torch.Tensor]] = []
-
-            def late(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-                self.assertEqual([buffer() is not None for buffer in buffers], [True] * len(buffers), may_be="empty")
-                self.assertEqual(tensor.dtype, torch.bfloat16)
-                buffers.append(weakref.ref(tensor))
-                return all_reduce(tensor, *args, **kwargs)
-
+            (_, twin), (_, model) = (self._hsdp_models(1, mp_policy=policy) for _ in range(2))
+            late = delayed(dist.all_reduce, 15)
             for _ in range(2):
                 self._step(twin)
                 with patch_all_reduce(late):
                     if is_virtual():
-                        # All-reduces run in turn. They overlap with compute and all-gathers.
                         self._check_time(self._time_fn(lambda: self._step(model)), 3 + 2 + 3 * 15)
                     else:
                         self._step(model)
                         synchronize()
-                self.assertEqual([buffer() for buffer in buffers], [None] * LAYERS)
-                buffers.clear()
                 for param, twin_param in zip(model.parameters(), twin.parameters()):
                     self.assertTrue(torch.equal(param.grad.to_local(), twin_param.grad.to_local()))
                     self.assertGreater(param.grad.to_local().abs().max().item(), 0)
+
+    @exact_time
+    @skip_if_lt_x_gpu(4)
+    def test_set_requires_all_reduce_skips_ar_keeps_rs(self):
+        """Without all-reduces, a step takes as long as its reduce-scatters in turn, after the first backward."""
+        compute_ms, comm_ms = 5, 40
+        with streams():
+            _, model = self._hsdp_models(compute_ms)
+            model.set_requires_all_reduce(False)
+            before = (LAYERS + 2) * compute_ms
+            self._check_time(self._time_step(model, all_reduce_ms=comm_ms), 3 * LAYERS * compute_ms)
+            self._check_time(self._time_step(model, reduce_ms=comm_ms), before + LAYERS * comm_ms)
+
+    @exact_time
+    @skip_if_lt_x_gpu(4)
+    def test_finalize_backward_syncs_default_stream_with_comm(self):
+        """After backward, the current stream waits for all reductions, and there are no later ones."""
+        with streams():
+            _, model = self._hsdp_models(5)
+            for delays in ((50, 0), (0, 50), (50, 50)):
+                self._time_step(model, *delays)
+                current = device_module().current_stream().time
+                self.assertEqual(current, max(stream.time for stream in VirtualStream.all))
+
+    @exact_time
+    @skip_if_lt_x_gpu(4)
+    def test_ar_and_rs_overlap_across_layers(self):
+        """The all-reduce of a layer runs at the same time as the reduce-scatter of the next one."""
+        compute_ms, comm_ms = 5, 50
+        with streams():
+            ref_model, model = self._hsdp_models(compute_ms)
+            time = self._time_step(model, comm_ms, comm_ms)
+            self._check_time(time, (LAYERS + 2) * compute_ms + (LAYERS + 1) * comm_ms)
+            self._check_gradients(ref_model, model)
+
+    @exact_time
+    @skip_if_lt_x_gpu(4)
+    def test_hsdp_training_overlap(self):
+        """Only the first all-gather and the last reduce-scatter add to the time of a step, as without replicas."""
+        compute_ms, comm_ms = 25, 10
+        with streams():
+            ref_model, model = self._hsdp_models(compute_ms)
+            stream = device_module().Stream()
+            gather, reduce = delayed_collectives(comm_ms, lambda group: stream)
+            with patch_all_gather(gather), patch_reduce_scatter(reduce):
+                time = self._time_fn(lambda: self._step(model))
+                self._check_time(time, 2 * comm_ms + 3 * LAYERS * compute_ms)
+                self._check_gradients(ref_model, model)
+
+    @overlaps
+    @skip_if_lt_x_gpu(4)
+    def test_hsdp_post_optim_event_overlap(self):
+        self._check_post_optim_event(mesh=self._hsdp_mesh())
 
 
 class TwoWeights(LinearWithSleep):
