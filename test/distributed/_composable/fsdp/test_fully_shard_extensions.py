@@ -781,6 +781,28 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
         expected = [[10.0 * rank + tag for rank in range(self.world_size) for tag in range(n)] for n in (4, 4, 2)]
         self.assertEqual(tags, expected)
 
+    @skip_if_lt_x_gpu(1)
+    def test_all_gather_extension_zero_size_trailing_dim(self):
+        """A payload may have no columns. The post-hook gets it with the rows of all ranks."""
+        shapes: list[torch.Size] = []
+
+        def decode(gathered: tuple[torch.Tensor, ...], metadata: Any) -> torch.Tensor:
+            weight, empty = gathered
+            shapes.append(empty.shape)
+            return weight.view(8, 16)
+
+        layer = filled(nn.Linear(16, 8, bias=False)).to(self.device)
+        weight = layer.weight.detach().clone()
+        layer = fully_shard(layer, reshard_after_forward=True)
+        extend(layer, lambda shard: ((shard, shard.new_empty(len(shard), 0)), None), decode)
+        with torch_defect("fsdp2_extension_payload_without_columns_raises"):
+            for seed in range(2):
+                inp = uniform(2, 16, seed=seed)
+                output = layer(inp)
+                self.assertEqual(output, inp @ weight.T)
+                output.sum().backward()
+            self.assertEqual(shapes, [(8, 0)] * 4)
+
     def _alone(self, encode: Callable, decode: Callable) -> tuple[nn.Module, Extension]:
         """A layer sharded over a mesh of only this rank, so FSDP runs no all-gather. Weights differ by rank."""
         mesh = make_mesh(self.world_size, 1, names=("others", "alone"))
