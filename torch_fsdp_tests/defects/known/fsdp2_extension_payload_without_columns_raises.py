@@ -28,7 +28,7 @@ def reproduce(rank, world_size, device, workaround=False):
     model = nn.Linear(2, world_size, bias=False, device=device)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
     local = model.weight._local_tensor
-    received = []
+    received: list[tuple[int, ...]] = []
 
     def pre_all_gather(mesh):
         empty = () if workaround else (local.new_empty(1, 0),)
