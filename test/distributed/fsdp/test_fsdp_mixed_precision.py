@@ -612,6 +612,35 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
         self.assertEqual((x.dtype, x.grad.dtype), (torch.float32, torch.float32))
         self.assertEqual(x.grad, (weight @ expected).float(), rtol=0, atol=0)
 
+    @skip_if_lt_x_gpu(2)
+    def test_buffer_dtype_no_root_handle(self):
+        """Buffers of modules without parameters are cast, also if the root has no parameters of its own."""
+        torch.manual_seed(0)
+
+        class Blur(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.register_buffer("kernel", torch.rand(4, 4))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x @ self.kernel
+
+        plain = nn.Sequential(*(nn.Sequential(module) for module in (nn.Linear(4, 4), Blur(), nn.Linear(4, 4), Blur())))
+        plain.to(self.device)
+        model = FSDP(
+            copy.deepcopy(plain),
+            use_orig_params=True,
+            auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
+            mixed_precision=default_mp,
+        )
+        self.assertIsNone(internals.handle(model))
+        x = torch.randn(2, 4, device=self.device)
+        output = model(x)
+        self.assertEqual({buffer.dtype for buffer in model.buffers()}, {torch.float16})
+        self.assertEqual(output, plain.half()(x.half()), rtol=0, atol=0)
+        output.mean().backward()
+        self.assertEqual({param.grad.dtype for param in model.parameters() if param.numel()}, {torch.float32})
+
 
 class ResidualNetwork(nn.Module):
     """Convolutions and batch norms with a shortcut, and a linear layer at the end."""

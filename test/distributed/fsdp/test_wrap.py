@@ -300,6 +300,16 @@ class TestFSDPWrap(FSDPTest):
         with torch_defect("fsdp1_auto_wrap_leaves_a_shared_module", when=shared and policy != "by hand"):
             self.assertEqual(model(inputs).detach(), expected)
 
+    @skip_if_lt_x_gpu(1)
+    def test_zero_argument(self):
+        """A module without parameters can be wrapped, and its forward needs no arguments."""
+
+        class Constant(nn.Module):
+            def forward(self) -> torch.Tensor:
+                return torch.arange(3.0)
+
+        self.assertEqual(FSDP(Constant())(), torch.arange(3.0))
+
 
 class TestAutoWrap(TestCase):
     """No ranks: the group does not communicate, and has size 1 (FSDP warns that it shards nothing) or 2."""
