@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._dynamo.utils import counters
 
 from torch_fsdp_tests.common_utils import TestCase
 from torch_fsdp_tests.device import accelerator
@@ -21,7 +20,7 @@ __unittest = True
 
 def _forget_compiled() -> None:
     torch._dynamo.reset()
-    counters.clear()
+    torch._dynamo.utils.counters.clear()
 
 
 @contextlib.contextmanager
