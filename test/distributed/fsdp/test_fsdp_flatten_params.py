@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import MixedPrecision, StateDictType
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictType
 
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
@@ -344,6 +344,24 @@ class TestFlattenParams(FlattenTest):
                 offsets,
             )
             self._test_flat_param_shard_metadata(handle, start, end, expected)
+
+    @skip_if_lt_x_gpu(1)
+    def test_writeback_orig_params_no_shard(self):
+        """Values reach a flat parameter that was converted alone, as for an optimizer in full precision.
+
+        Without shards, parameters keep their shapes. The forward keeps its dtype.
+        """
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3)).to(self.device, torch.float16)
+        plain = copy.deepcopy(module)
+        fsdp_module = FSDP(module, sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=True)
+        handle = fsdp_module._handle
+        handle.flat_param.data = torch.zeros_like(handle.flat_param, dtype=torch.float32)
+        set_attribute(handle, "_orig_param_dtype", torch.float32)
+        rows = torch.arange(5, device=self.device)
+        with torch.no_grad():
+            self.assertEqual(fsdp_module(rows), plain(rows))
+        self.assert_same_tensors(list(fsdp_module.parameters()), list(plain.float().parameters()))
 
     @skip_if_lt_x_gpu(1)
     def test_refused(self):
