@@ -70,8 +70,8 @@ def runs(test: unittest.TestCase, count: int) -> bool:
 _ask = RankTestCase._ask_requirements
 
 
-def _ask_alone(self: RankTestCase, world_size: int) -> None:
-    _ask(self, world_size)
+def _ask_alone(self: RankTestCase, world_size: int, devices: int | None = None) -> None:
+    _ask(self, world_size, devices)
     raise _Asked
 
 
