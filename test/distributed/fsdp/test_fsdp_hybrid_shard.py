@@ -24,6 +24,7 @@ from torch_fsdp_tests.common_fsdp import (
     DEVICEInitMode,
     FSDPInitMode,
     FSDPTest,
+    FSDPTestMultiThread,
     TransformerWithSharedParams,
 )
 from torch_fsdp_tests.common_fsdp.training import check_losses
@@ -355,6 +356,39 @@ class TestFSDPHybridShard(FSDPTest):
                 self.assertEqual(
                     [internals.unsharded_buffer(each).untyped_storage().size() for each in flat_params], [0] * 4
                 )
+
+
+class TestHSDPSyncModuleStates(FSDPTestMultiThread):
+    world_size = 4
+
+    @skip_if_lt_x_gpu(1)
+    def test_hsdp_buffer_sync_from_meta_device(self):
+        """All ranks get the states of rank 0, which is the only one that does not start on the meta device."""
+
+        def materialize(module: nn.Module) -> None:
+            module.to_empty(device=self.device, recurse=False)
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                tensor.detach().fill_(-1)
+
+        def layers(device: torch.device) -> nn.Sequential:
+            return nn.Sequential(nn.Linear(3, 3, device=device), nn.BatchNorm1d(3, device=device))
+
+        expected = layers(self.device)
+        for number, tensor in enumerate((*expected.parameters(), *expected.buffers())):
+            tensor.detach().fill_(number + 1)
+        model = copy.deepcopy(expected) if self.rank == 0 else layers(torch.device("meta"))
+        with states_may_be_synced():
+            model = FSDP(
+                model,
+                device_mesh=init_device_mesh(accelerator.current().type, (2, 2)),
+                sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+                use_orig_params=True,
+                sync_module_states=True,
+                param_init_fn=materialize,
+            )
+        self.assertEqual([*full_parameters(model).values()], [param.detach() for param in expected.parameters()])
+        with torch_defect("fsdp1_hybrid_shard_leaves_buffers", when=self.rank >= 2):
+            self.assertEqual([*model.buffers()], [*expected.buffers()])
 
 
 instantiate_parametrized_tests(TestFSDPHybridShard)
