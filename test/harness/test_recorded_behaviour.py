@@ -13,15 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from torch_fsdp_tests.behaviour import recording
 from torch_fsdp_tests.behaviour.values import digest
-from torch_fsdp_tests.common_distributed import MultiThreadedTestCase, skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import MultiThreadedTestCase, needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.common_utils.seed import set_rng_seed
 from torch_fsdp_tests.dispatch.behaviour import Kind
+from torch_fsdp_tests.installed_torch import torch_facts
 
 
 def recorded(rank: int, body: Any) -> dict[str, Any]:
@@ -90,6 +91,17 @@ class TestRecording(FSDPTest):
         self.assertEqual(end, ["end of backward", "0 bytes of parameters", "64 bytes of gradients"])
 
     @skip_if_lt_x_gpu(2)
+    @needs(torch_facts.RUNS_UNDER_FUNCTORCH)
+    def test_forward_under_a_function_transform(self):
+        """The unsharded parameters then have no storages of their own, and a DTensor may hide it."""
+
+        def body() -> None:
+            model = fully_shard(nn.Linear(4, 4).to(self.device), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+            inp = torch.ones(1, 4, device=self.device)
+            torch.func.jvp(model, (inp,), (inp,))
+
+        self.assertTrue(recorded(self.rank, body)["events"][Kind.COLLECTIVES])
+
     def test_it_repeats_and_shows_another_training(self):
         events = self._events()
         again = self._events()

@@ -48,10 +48,10 @@ class Memory:
 
     def alive(self) -> dict[str, int]:
         """The bytes of each kind. A freed storage that can be allocated again counts as none."""
-        held = [each for owner in list(self.owners) for each in _held(owner)]
+        held = [(kind, local(each)) for owner in list(self.owners) for kind, each in _held(owner)]
         for kind, tensor in held:
             self.see(kind, [tensor])
-        self._wait_for_backend({local(tensor).untyped_storage()._cdata for _, tensor in held if has_storage(tensor)})
+        self._wait_for_backend({tensor.untyped_storage()._cdata for _, tensor in held if has_storage(tensor)})
         sizes = {PARAMETERS: 0, GRADIENTS: 0}
         for key, (reference, kind) in list(self._seen.items()):
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
