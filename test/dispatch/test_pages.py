@@ -16,7 +16,7 @@ from typing import Any
 from little_results import a_file, a_report, a_test, report_of, two_hosts
 from trees import Balanced, fits, schema
 
-from torch_fsdp_tests.defects import versions_page
+from torch_fsdp_tests.defects.command import versions_page
 from torch_fsdp_tests.dispatch import html_report
 from torch_fsdp_tests.tools.mutants import report as mutants
 from torch_fsdp_tests.tools.mutants.outcomes import MutantOutcome

@@ -6,19 +6,22 @@ import html
 import itertools
 import json
 import re
+import subprocess
 import tempfile
 import unittest.mock
 from pathlib import Path
+from typing import Any
 
-from runs import INPUTS, assert_rejected, outputs
+from runs import INPUTS, ROOT, assert_rejected, outputs, run_beside
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
-from torch_fsdp_tests.defects import changes, find, ranking, registry, texts, trial, versions_page
-from torch_fsdp_tests.defects.__main__ import main, parse
+from torch_fsdp_tests.defects import registry
+from torch_fsdp_tests.defects.command import changes, find, ranking, texts, trial, versions_page
+from torch_fsdp_tests.defects.command.main import main, parse
 from torch_fsdp_tests.defects.in_tests import KnownDefect
 from torch_fsdp_tests.defects.registry import Answer, Component, Consequence, Exposure
 from torch_fsdp_tests.dispatch import page
-from torch_fsdp_tests.installed_torch import torch_facts
+from torch_fsdp_tests.installed_torch import fixes, torch_facts
 
 # The scripts of --show printed the tracebacks of defects. Their files have the id of the defect as name; a word after a
 # dash marks another traceback of this defect. Files of users' mistakes begin with "user_"; most were written by hand.
@@ -31,8 +34,36 @@ SHOWN = "fsdp2_group_is_gathered_for_one_output"
 command = functools.partial(outputs, main)
 
 
+def of_torch(version: str) -> Any:
+    """The command takes the installed torch for this version."""
+    return unittest.mock.patch.object(fixes, "installed", lambda: (Path(), version))
+
+
+def without_torch(*argv: str) -> subprocess.CompletedProcess[str]:
+    """The command in an interpreter without torch and the other packages."""
+    code = "import runpy, sys\nsys.modules.update(dict.fromkeys(['torch', 'numpy', 'expecttest']))\n"
+    code += "runpy.run_module('torch_fsdp_tests.defects', run_name='__main__')"
+    return run_beside(ROOT, "-c", code, *argv)
+
+
 def ids(defects: list[registry.Defect]) -> list[str]:
     return [defect.id for defect in defects]
+
+
+class TestWithoutTorch(TestCase):
+    """Without it, one who has only a traceback would need gigabytes to look it up."""
+
+    def test_questions(self):
+        for asked in ("--help", "--list", "--find setStorage", f"--show {SHOWN}", "--between 2.11 2.15", "--using tp"):
+            with self.subTest(asked):
+                ran = without_torch(*asked.split())
+                self.assertEqual((ran.returncode, ran.stderr), (0, ""))
+                self.assertGreater(len(ran.stdout), 500)
+
+    def test_what_needs_torch(self):
+        ran = without_torch(SHOWN)
+        words = "torch_fsdp_tests.defects: torch is not installed, so no defect can be tried\n"
+        self.assertEqual((ran.returncode, ran.stdout, ran.stderr), (2, "", words))
 
 
 class TestOptions(TestCase):
@@ -327,7 +358,7 @@ class TestCommand(TestCase):
         cases = {"2.11.0": "fsdp2_backward_through_vjp_raises", "2.13.0": "fsdp2_outputs_in_dataclasses_raise"}
         message = "RuntimeError: setStorage: sizes [2], strides [1] are out of bounds for storage of size 0"
         for version, gone in cases.items():
-            with self.subTest(version), unittest.mock.patch("torch.__version__", version):
+            with self.subTest(version), of_torch(version):
                 printed = re.findall(r"^(\w+) \(", command("--find", message)[1], re.MULTILINE)
                 self.assertEqual(printed[-1], gone)
 
@@ -335,7 +366,7 @@ class TestCommand(TestCase):
         self.assertEqual(command("--find", "-", stdin=TRACEBACKS["user_wrong_key"]), (1, "0 known defects fit\n", ""))
 
     def test_using_prints_what_this_torch_has(self):
-        with unittest.mock.patch("torch.__version__", "2.14.0"):
+        with of_torch("2.14.0"):
             status, out, _ = command("--using", "FSDP2, tp")
         self.assertEqual(status, 0)
         printed = re.findall(r"^(\w+) \(", out, re.MULTILINE)

@@ -12,7 +12,7 @@ from runs import LIMIT, ROOT, assert_rejected, outputs, run_beside
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.defects import registry
-from torch_fsdp_tests.defects.__main__ import main
+from torch_fsdp_tests.defects.command.main import main
 from torch_fsdp_tests.dispatch.main import main as run_test
 from torch_fsdp_tests.installed_torch import fixes
 
@@ -113,7 +113,8 @@ class TestEdits(TestCase):
         """The source after fixes with these hunks, or the reason why there is none."""
         with tempfile.TemporaryDirectory() as folder, unittest.mock.patch.object(fixes, "FOLDER", Path(folder)):
             for number, text in enumerate(texts):
-                Path(folder, f"fix_{number}.fix").write_text(f"Why.\ntried: 2.13\n\n--- torch/unit.py\n{text}")
+                fix = f"Why.\ntried: 2.13\n\n--- torch/unit.py\n{text}"
+                Path(folder, f"fix_{number}.py").write_text(f"import torch\n\nFIX = {fix!r}\n")
             fixes.fix.cache_clear()
             self.addCleanup(fixes.fix.cache_clear)
             try:
@@ -173,7 +174,7 @@ class TestEdits(TestCase):
         self.assertEqual(actual, "the fixes of fix_0 and fix_1 change the same lines of torch/unit.py")
 
     def test_file_that_cannot_be_read(self):
-        with self.assertRaisesRegex(ValueError, "fix_0.fix has a line that belongs to no hunk: '@ Unit'"):
+        with self.assertRaisesRegex(ValueError, "the fix of fix_0 has a line that belongs to no hunk: '@ Unit'"):
             self.edited("@ Unit\n")
 
 

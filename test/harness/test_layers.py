@@ -3,35 +3,29 @@
 import ast
 import functools
 import graphlib
+import re
 from collections.abc import Callable, Iterable, Iterator
 
-from sources import PACKAGE, TESTS_OF_FSDP, trees
+from sources import PACKAGE, ROOT, TESTS_OF_FSDP, trees
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 
-# The lowest layer comes first. A module imports only its own package and lower layers. Others are above all layers.
-LAYERS = (
-    {"settings", "installation"},
-    {"processes"},
-    {"verdict"},
-    {"installed_torch", "reach"},
-    {"device"},
-    {"ranks", "dispatch"},
-    {"common_utils"},
-    {"defects", "common_cuda", "inductor_utils", "logging_utils", "two_tensor"},
-    {"perturb", "behaviour"},
-    {"common_distributed"},
-    {"distributed", "common_device_type"},
-    {"common_fsdp", "common_dist_composable"},
-    {"fsdp"},
-)
+# A module imports only its own package and lower layers. Modules that the table does not name are above all layers.
+TABLE = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8").partition("| package |")[2].partition("\n\n")[0]
+LAYERS = [re.findall(r"`([\w.]+)`", line.split("|")[1]) for line in TABLE.splitlines()[2:]]
 NUMBERS = {name: number for number, names in enumerate(LAYERS) for name in names}
+TEST_BASES = ("behaviour", "common_", "defects", "distributed", "fsdp", "perturb")
+
+
+def room(name: str) -> str:
+    """The package of a module in the table. A command is none, and above all of them."""
+    names = [each for each in NUMBERS if f"{name}.".startswith(f"{each}.")]
+    return "" if name.endswith("__main__") else max(names, key=len, default="")
 
 
 def is_above(name: str, other: str) -> bool:
     """Whether the first of two modules, by their dotted names below the package, may import the second."""
-    name, other = (each.partition(".")[0] for each in (name, other))
-    return name == other or NUMBERS.get(name, len(LAYERS)) > NUMBERS.get(other, len(LAYERS) - 1)
+    return room(name) == room(other) or NUMBERS.get(room(name), len(LAYERS)) > NUMBERS.get(room(other), len(LAYERS) - 1)
 
 
 def at_import(tree: ast.AST) -> Iterator[ast.AST]:
@@ -79,6 +73,12 @@ class TestLayers(TestCase):
         pairs = [(name, each) for name, imported in graph(ast.walk).items() for each in imported - {"torch"}]
         self.assertGreater(len(pairs), 500)
         self.assertEqual([f"{name} imports {each}" for name, each in pairs if not is_above(name, each)], [])
+
+    def test_no_test_case_imports_the_dispatcher(self):
+        bases = [name for name in graph(ast.walk) if room(name).startswith(TEST_BASES) and room(name) != "defects.command"]
+        self.assertGreater(len(bases), 60)
+        actual = [(name, each) for name in bases for each in graph(ast.walk)[name] if each.startswith("dispatch")]
+        self.assertEqual(actual, [])
 
     def test_no_modules_import_each_other(self):
         graphlib.TopologicalSorter(graph(ast.walk)).prepare()

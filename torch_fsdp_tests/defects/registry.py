@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import enum
 import fnmatch
 import functools
 import importlib
-import inspect
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -18,7 +18,6 @@ from typing import Any
 from torch_fsdp_tests.installed_torch import fixes
 from torch_fsdp_tests.installed_torch.version_ranges import numbers, version_fits
 
-KNOWN = Path(__file__).parent / "known"
 SEEN = Path(__file__).parent / "data" / "seen.json"
 NO_WORKAROUND = "none is known"
 FRAME = re.compile(r"in \w+")  # the part of an error that names a function
@@ -125,8 +124,12 @@ class Defect:
     id: str = ""  # the name of the module
     title: str = ""  # its first line
     explanation: str = ""  # what is wrong and why
-    source: str = ""
-    reproduce: Callable[..., tuple[Any, Any]] = lambda: (None, None)  # uses the workaround if it takes ``workaround``
+    source: str = ""  # without the fix
+
+    @property
+    def reproduce(self) -> Callable[..., tuple[Any, Any]]:
+        """Returns the actual and the right result, with the workaround if it takes ``workaround``. Imports torch."""
+        return importlib.import_module(f"{__package__}.known.{self.id}").reproduce
 
     @property
     def uses(self) -> tuple[str, ...]:
@@ -191,18 +194,28 @@ class Defect:
 
 def ids() -> list[str]:
     """The ids of all defects, in alphabetical order."""
-    return sorted(path.stem for path in KNOWN.glob("*.py") if path.stem != "__init__")
+    return fixes.ids()
 
 
 @functools.cache
 def defect(id: str) -> Defect:
-    """Return one defect. Raises :class:`InvalidQuery` for an unknown id, and names similar ones. Imports torch."""
+    """Return one defect. Raises :class:`InvalidQuery` for an unknown id, and names similar ones.
+
+    The facts are read from the source, because its module imports torch.
+    """
     if id not in ids():
         raise unknown(id)
-    module = importlib.import_module(f"{__package__}.known.{id}")
-    title, _, explanation = inspect.cleandoc(module.__doc__ or "").partition("\n\n")
-    texts = {"title": title.rstrip("."), "explanation": explanation.strip(), "source": inspect.getsource(module)}
-    return dataclasses.replace(module.DEFECT, id=id, reproduce=module.reproduce, **texts)
+    source = fixes.text_of(id).partition(fixes.BEGIN)[0].rstrip() + "\n"
+    tree = ast.parse(source)
+    (facts,) = (node.value for node in tree.body if isinstance(node, ast.Assign) and is_named(node, "DEFECT"))
+    defect: Defect = eval(compile(ast.Expression(facts), f"{id}.py", "eval"))
+    title, _, explanation = (ast.get_docstring(tree) or "").partition("\n\n")
+    return dataclasses.replace(defect, id=id, title=title.rstrip("."), explanation=explanation.strip(), source=source)
+
+
+def is_named(node: ast.Assign, name: str) -> bool:
+    """Whether it assigns to this name."""
+    return ast.unparse(node.targets[0]) == name
 
 
 def defects() -> list[Defect]:

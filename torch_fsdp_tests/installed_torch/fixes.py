@@ -1,8 +1,9 @@
 """Fixes of known defects: edits of torch's Python source, as a diff or in memory. Does not import torch.
 
-``defects/fixes/ID.fix`` is the fix of the defect ``ID``. It reads like a unified diff whose hunks name a function
+``defects/known/ID.py`` ends with the fix of the defect ``ID``. It reads like a unified diff whose hunks name a function
 instead of lines, so that one text fits several versions::
 
+    FIX = '''
     What is changed, and why.
     tried: 2.13, 2.15
 
@@ -11,10 +12,12 @@ instead of lines, so that one text fits several versions::
      a line that stays
     -a line that goes
     +a line that comes
+    '''
 
 The lines that stay or go must occur exactly once, in this order, in the source of the function or class (of the file if
 ``@@`` names none). ``@@ name [>=2.14]`` is only for these versions. ``tried`` has the versions with which the fix has
-made the defect disappear. A file without hunks says what a fix would take.
+made the defect disappear. One without hunks says what a fix would take.
+It is read without an import of the module, which imports torch.
 
 All hunks are found in torch's own source. So fixes can be combined unless they change the same lines differently.
 """
@@ -41,7 +44,8 @@ from typing import NamedTuple
 from torch_fsdp_tests import installation
 from torch_fsdp_tests.installed_torch.version_ranges import dotted, numbers, version_fits
 
-FOLDER = installation.PACKAGE / "defects" / "fixes"
+FOLDER = installation.PACKAGE / "defects" / "known"
+BEGIN = "\nFIX = "  # the last statement of a module
 VARIABLE = "TORCH_FSDP_TESTS_FIXES"  # the ids of the fixes that are in force in a process
 SOURCES_VARIABLE = "TORCH_FSDP_TESTS_SOURCES"  # a folder with files that replace those of the installed torch
 _SITE = Path(__file__).parent / "site"
@@ -128,20 +132,25 @@ class Fix:
 
 
 def ids() -> list[str]:
-    """The ids of the defects that have a file here, in alphabetical order."""
-    return sorted(path.stem for path in FOLDER.glob("*.fix"))
+    """The ids of all defects, in alphabetical order."""
+    return sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
+
+
+def text_of(id: str) -> str:
+    """The module of a defect."""
+    return (FOLDER / f"{id}.py").read_text(encoding="utf-8")
 
 
 @functools.cache
 def fix(id: str) -> Fix:
-    """Read a fix. Raises :class:`NotFixed` for an unknown id, and ``ValueError`` for a file that cannot be read."""
+    """Read a fix. Raises :class:`NotFixed` for an unknown id, and ``ValueError`` for a text that cannot be read."""
     if id not in ids():
         near = difflib.get_close_matches(id, ids(), n=1)
         raise NotFixed(f"there is no fix of {id!r}" + f"; did you mean {near[0]}?" * bool(near))
     words: list[str] = []
     tried: tuple[str, ...] = ()
     path, hunks = "", list[Hunk]()
-    for line in (FOLDER / f"{id}.fix").read_text(encoding="utf-8").splitlines():
+    for line in ast.literal_eval(text_of(id).rpartition(BEGIN)[2]).strip("\n").splitlines():
         if line.startswith("--- "):
             path = line[4:]
         elif path and (head := _HUNK.fullmatch(line)):
@@ -153,7 +162,7 @@ def fix(id: str) -> Fix:
         elif not path:
             words.append(line)
         else:
-            raise ValueError(f"{id}.fix has a line that belongs to no hunk: {line!r}")
+            raise ValueError(f"the fix of {id} has a line that belongs to no hunk: {line!r}")
     return Fix(id, " ".join(filter(None, words)), tried, tuple(map(_without_blank_ends, hunks)))
 
 

@@ -19,16 +19,21 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from torch_fsdp_tests import settings
 from torch_fsdp_tests.installed_torch import torch_names
 from torch_fsdp_tests.installed_torch.version_ranges import dotted
 from torch_fsdp_tests.verdict import Reason, SkipKind, events
 
+if importlib.util.find_spec("torch"):
+    import torch
+
+    INSTALLED: str = torch.__version__
+else:
+    INSTALLED = "0.0"  # the facts can be listed without torch
+
 __unittest = True
 
-VERSION: tuple[int, int] = tuple(int(part) for part in torch.__version__.split(".")[:2])  # type: ignore[assignment]
+VERSION: tuple[int, int] = tuple(int(part) for part in INSTALLED.split(".")[:2])  # type: ignore[assignment]
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard."
 
@@ -38,7 +43,7 @@ def is_release(version: str) -> bool:
     return re.fullmatch(r"\d+(\.\d+)*(\.post\d+)?(\+(?!.*git)[\w.]+)?", version) is not None
 
 
-IS_RELEASE = is_release(torch.__version__)
+IS_RELEASE = is_release(INSTALLED)
 
 
 class TorchDiffers(Exception):
@@ -80,7 +85,7 @@ class Fact:
         try:
             return bool(self.probe())
         except Exception as error:
-            words = f"cannot tell whether torch {torch.__version__} {self.says}: {error}"
+            words = f"cannot tell whether torch {INSTALLED} {self.says}: {error}"
             raise torch_names.name_is_gone(words, SkipKind.FACT) from error
 
     @functools.cached_property
@@ -109,7 +114,7 @@ unlike_release: list[str] = []  # how the installed torch differs from its relea
 
 
 def _reported(how: str) -> str:
-    difference = f"the installed PyTorch differs from release {torch.__version__.partition('+')[0]}{how}"
+    difference = f"the installed PyTorch differs from release {INSTALLED.partition('+')[0]}{how}"
     unlike_release.append(difference)
     events.record(unlike_release=unlike_release)
     print(difference, file=sys.stderr)  # a rank records no events, and its output is shown if the test fails

@@ -36,3 +36,17 @@ def reproduce(rank, world_size, device):
     keys = [("", "")] * world_size
     dist.all_gather_object(keys, (str(weight.to_local().shape), key))
     return len({key for _, key in keys}), len({shape for shape, _ in keys})
+
+
+FIX = """
+The key contains the shape of the local shard.
+tried: 2.13, 2.15
+
+--- torch/distributed/tensor/_api.py
+@@ DTensor._stable_hash_for_caching [<2.15]
+-        cache_data = self._spec._stable_hash() + str(self.requires_grad)
++        cache_data = self._spec._stable_hash() + str(self.requires_grad) + str(self._local_tensor.shape)
+@@ DTensor._stable_hash_for_caching [>=2.15]
+-        cache_data = self._spec._stable_hash() + str(self.requires_grad) + device
++        cache_data = self._spec._stable_hash() + str(self.requires_grad) + device + str(self._local_tensor.shape)
+"""

@@ -46,3 +46,16 @@ def reproduce(rank, world_size, device, workaround=False):
             actual = " ".join(sorted({type(value[0]).__name__ for value in error.failures.values()}))
         dist.barrier()
     return actual, "loaded"
+
+
+FIX = """
+A plan is found only by saves of the same group.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/checkpoint/state_dict_saver.py
+@@ _save_state_dict
+
++    if hasattr(planner, "_cached_plans_key"):
++        planner._cached_plans_key = type(planner), distW.group, no_dist
+     global_metadata = None
+"""

@@ -43,3 +43,20 @@ def reproduce(rank, world_size, device, workaround=False):
             except Exception:
                 return "an error", "an error"
     return actual, FINE
+
+
+FIX = """
+A tensor is only copied into one of the same dtype and size.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/_state_dict_utils.py
+@@ _iterate_state_dict
+             if companion_obj is not None:
++                if isinstance(companion_obj, torch.Tensor) and (
++                    companion_obj.dtype != ret.dtype or companion_obj.size() != ret.size()
++                ):
++                    raise CompanionMismatch(
++                        f"{ret.dtype} {ret.size()} is not {companion_obj.dtype} {companion_obj.size()}"
++                    )
+                 if isinstance(companion_obj, DTensor):
+"""

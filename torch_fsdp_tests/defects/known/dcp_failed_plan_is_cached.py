@@ -46,3 +46,19 @@ def reproduce(rank, world_size, device, workaround=False):
             actual = " ".join(sorted({type(value[0]).__name__ for value in error.failures.values()}))
         dist.barrier()
     return actual, "saved"
+
+
+FIX = """
+The plan of a rank is cached when the global plan is complete, as in 2.12.
+tried: 2.9
+
+--- torch/distributed/checkpoint/default_planner.py
+@@ DefaultSavePlanner.create_local_plan [<2.12]
+-                SavePlanner._cached_save_plan[self._cached_plans_key] = plan
++                self._pending_local_plan = plan
+@@ DefaultSavePlanner.finish_plan [<2.12]
+             finished_plan = self._finish_plan_with_caching(new_plan)
++            if hasattr(self, "_pending_local_plan"):
++                SavePlanner._cached_save_plan[self._cached_plans_key] = self._pending_local_plan
++                del self._pending_local_plan
+"""

@@ -46,3 +46,14 @@ def reproduce(rank, world_size, device):
         written = [os.stat(os.path.join(folders[0], name)).st_size for name in names]
         dist.barrier()
     return synced, written
+
+
+FIX = """
+Python's buffer is flushed before the sync.
+tried: 2.9, 2.13
+
+--- torch/distributed/checkpoint/filesystem.py
+@@ _FileSystemWriter.finish
+             pickle.dump(metadata, metadata_file)
++            metadata_file.flush()
+"""

@@ -37,3 +37,13 @@ def reproduce(rank, world_size, device, workaround=False):
         except KeyError:
             break
     return staged, 2 * len(model.state_dict())
+
+
+FIX = """
+Only ``close`` closes what copies the values.
+tried: 2.11
+
+--- torch/distributed/checkpoint/staging.py
+@@ DefaultStager._stage
+-        self._state_dict_stager.close()
+"""

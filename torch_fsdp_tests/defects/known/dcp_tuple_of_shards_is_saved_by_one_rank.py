@@ -43,3 +43,17 @@ def reproduce(rank, world_size, device, workaround=False):
         dcp.load(loaded, checkpoint_id=path)
         dist.barrier()
     return loaded["averages"][0].to_local().flatten().tolist(), average.to_local().flatten().tolist()
+
+
+FIX = """
+Tensors in a tuple are found like those in a list.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/checkpoint/_traverse.py
+@@ traverse_state_dict
+-        elif isinstance(value, list):
++        elif isinstance(value, (list, tuple)):
+@@ traverse_state_dict
+-            if isinstance(entry, (Mapping, list)) and not _is_terminal(entry):
++            if isinstance(entry, (Mapping, list, tuple)) and not _is_terminal(entry):
+"""

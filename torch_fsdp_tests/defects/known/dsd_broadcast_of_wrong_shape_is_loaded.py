@@ -34,3 +34,17 @@ def reproduce(rank, world_size, device):
     except RuntimeError:
         actual = "raised"
     return actual, "raised"
+
+
+FIX = """
+A tensor of another shape raises.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/_state_dict_utils.py
+@@ _distribute_tensors
+         full_tensor = _local_state[1]
++        if full_tensor.shape != local_state.shape:
++            raise RuntimeError(
++                f"{key} has the shape {full_tensor.shape}, and the model expects {local_state.shape}"
++            )
+"""

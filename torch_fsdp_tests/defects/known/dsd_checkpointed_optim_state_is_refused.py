@@ -46,3 +46,8 @@ def reproduce(rank, world_size, device):
         except (RuntimeError, KeyError) as error:
             actual.append(f"{type(error).__name__}: {error}")
     return actual, ["loaded", "loaded"]
+
+
+FIX = """
+``_get_fqns`` would have to remove the prefixes of checkpoint wrappers and of FSDP in the names that flat parameters record.
+"""  # noqa: E501

@@ -39,3 +39,16 @@ def reproduce(rank, world_size, device, workaround=False):
     except KeyError as error:
         return f"KeyError: {error}", "loaded"
     return "loaded", "loaded"
+
+
+FIX = """
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/checkpoint/state_dict.py
+@@ _load_optim_state_dict
+-                        key.replace(fqn, fqn_with_compiler) for key in val[_PARAMS]
++                        fqn_with_compiler if key == fqn else key for key in val[_PARAMS]
+@@ _load_optim_state_dict
+-                    if fqn in k:
++                    if fqn == k:
+"""

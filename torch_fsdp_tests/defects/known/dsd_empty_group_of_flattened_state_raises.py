@@ -39,3 +39,8 @@ def reproduce(rank, world_size, device):
     except IndexError as error:
         actual = f"{type(error).__name__}: {error}"
     return actual, "loaded"
+
+
+FIX = """
+The flattened format would need keys for the settings of a group without parameters.
+"""

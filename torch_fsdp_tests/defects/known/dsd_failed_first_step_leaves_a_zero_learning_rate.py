@@ -36,3 +36,42 @@ def reproduce(rank, world_size, device, workaround=False):
     except (TypeError, RuntimeError):
         pass  # the program goes on without a checkpoint
     return (optim.param_groups[0]["lr"], model.weight.grad is None), (0.5, True)
+
+
+FIX = """
+Learning rates and gradients, which are set aside while the states of an optimizer are made, are restored if the step raises.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/checkpoint/state_dict.py
+@@ _init_optim_state
+-    # There are some stateless optimizers like SGD. These optimizer will
+-    # not return in the above condition. So if gradients exist, we should also
+-    # return. If gradients do not exist, the following initialization should
+-    # not disturb SGD because the gradients and lr are both zero.
+-    for param_group in optim.param_groups:
+-        for param in param_group[_PARAMS]:
+-            if param.grad is not None:
+-                return
++    # There are some stateless optimizers like SGD. These optimizer will
++    # not return in the above condition. The following initialization should
++    # not disturb SGD because the gradients and lr are both zero.
++    grads = [
++        (param, param.grad) for group in optim.param_groups for param in group[_PARAMS]
++    ]
++    for param, _ in grads:
++        param.grad = None
+@@ _init_optim_state
+-    optim.step(closure=None)
++    try:
++        optim.step(closure=None)
++    except BaseException:
++        for group in filter(lambda group: "lr" in group, optim.param_groups):
++            group["lr"] = lrs.pop(0)
++        for param, grad in grads:
++            param.grad = grad
++        raise
+@@ _init_optim_state
+-    optim.zero_grad(set_to_none=True)
++    for param, grad in grads:
++        param.grad = grad
+"""  # noqa: E501

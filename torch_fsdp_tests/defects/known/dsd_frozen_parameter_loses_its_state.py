@@ -42,3 +42,14 @@ def reproduce(rank, world_size, device, workaround=False):
     model.weight.requires_grad_(workaround)
     set_optimizer_state_dict(model, optim, get_optimizer_state_dict(model, optim))
     return sorted(get_optimizer_state_dict(model, optim)["state"]), right
+
+
+FIX = """
+The state of a frozen parameter is loaded if there is one.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/checkpoint/state_dict.py
+@@ _split_optim_state_dict
+-                if param.requires_grad:
++                if param.requires_grad or fqn in optim_state_dict[_STATE]:
+"""

@@ -38,3 +38,16 @@ def reproduce(rank, world_size, device, workaround=False):
     except RuntimeError:
         actual = "raised"
     return actual, "raised"
+
+
+FIX = """
+If the load is strict, the model's own values do not replace missing ones.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/checkpoint/state_dict.py
+@@ _load_model_state_dict
+             _distribute_state_dict(state_dict, local_state_dict, device=devices.pop())
++            if info.strict:
++                for key in local_state_dict.keys() - state_dict.keys():
++                    del local_state_dict[key]
+"""

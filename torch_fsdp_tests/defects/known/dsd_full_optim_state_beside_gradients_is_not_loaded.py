@@ -46,3 +46,32 @@ def reproduce(rank, world_size, device, workaround=False):
     except AssertionError as error:
         return f"AssertionError: {error}", right
     return new.state[model.weight]["momentum_buffer"].to_local().flatten().tolist(), right
+
+
+FIX = """
+Gradients are set aside while the states of an optimizer are made.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/checkpoint/state_dict.py
+@@ _init_optim_state
+-    # There are some stateless optimizers like SGD. These optimizer will
+-    # not return in the above condition. So if gradients exist, we should also
+-    # return. If gradients do not exist, the following initialization should
+-    # not disturb SGD because the gradients and lr are both zero.
+-    for param_group in optim.param_groups:
+-        for param in param_group[_PARAMS]:
+-            if param.grad is not None:
+-                return
++    # There are some stateless optimizers like SGD. These optimizer will
++    # not return in the above condition. The following initialization should
++    # not disturb SGD because the gradients and lr are both zero.
++    grads = [
++        (param, param.grad) for group in optim.param_groups for param in group[_PARAMS]
++    ]
++    for param, _ in grads:
++        param.grad = None
+@@ _init_optim_state
+-    optim.zero_grad(set_to_none=True)
++    for param, grad in grads:
++        param.grad = grad
+"""

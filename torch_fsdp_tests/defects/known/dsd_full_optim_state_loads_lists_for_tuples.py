@@ -37,3 +37,8 @@ def reproduce(rank, world_size, device):
     osd = get_optimizer_state_dict(model, optim, options=options)
     set_optimizer_state_dict(model, optim, osd, options=options)
     return str(optim.param_groups[0]["betas"]), right
+
+
+FIX = """
+The flattened state dict would have to record the type of each sequence.
+"""

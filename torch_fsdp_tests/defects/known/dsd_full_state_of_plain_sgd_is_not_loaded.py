@@ -43,3 +43,22 @@ def reproduce(rank, world_size, device, workaround=False):
     except AssertionError as error:
         return f"AssertionError: {error}", 0.5
     return new.param_groups[0]["lr"], 0.5
+
+
+FIX = """
+If no state is to be loaded, the device is that of the parameters. With ``broadcast_from_rank0``, rank 0 decides this for all.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/checkpoint/state_dict.py
+@@ _load_optim_state_dict
+             _ = tree_map_only(torch.Tensor, _device, local_state_dict)
++            if device is None:
++                has_states = [bool(optim_state_dict.get(_STATE))]
++                if info.broadcast_from_rank0:
++                    dist.broadcast_object_list(has_states)
++                if not has_states[0]:
++                    device = next(model.parameters()).device
+@@ _load_optim_state_dict
++            optim_state_dict.setdefault(_STATE, {})
+             for pg in optim_state_dict[_PG]:
+"""  # noqa: E501

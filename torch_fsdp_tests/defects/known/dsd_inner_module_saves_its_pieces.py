@@ -30,3 +30,8 @@ def reproduce(rank, world_size, device, workaround=False):
     model = FSDP(nn.Sequential(nn.Linear(4, 2)), use_orig_params=True, device_id=device)
     state = get_model_state_dict(model if workaround else model.module, options=StateDictOptions(full_state_dict=True))
     return {name: tuple(value.shape) for name, value in state.items()}, {"0.weight": (2, 4), "0.bias": (2,)}
+
+
+FIX = """
+DSD would have to look for FSDP1 instances above the module, and modules do not know their parents.
+"""

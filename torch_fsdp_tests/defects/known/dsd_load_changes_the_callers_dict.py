@@ -34,3 +34,18 @@ def reproduce(rank, world_size, device, workaround=False):
     kept = {name: value.to_local() if hasattr(value, "to_local") else value for name, value in state_dict.items()}
     actual = {name: value.flatten().tolist() for name, value in kept.items()}
     return actual, {"weight": [0.0] * 4} if rank == 0 else {}
+
+
+FIX = """
+The caller's dict is copied.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/checkpoint/state_dict.py
+@@ _load_model_state_dict
+     local_state_dict = {}
++    state_dict = copy.copy(state_dict)
+@@
+ import contextlib
++import copy
+ import functools
+"""

@@ -28,3 +28,15 @@ def reproduce(rank, world_size, device):
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
     keys = set_model_state_dict(model, {}, options=StateDictOptions(strict=False))
     return list(keys.missing_keys), ["weight", "bias"]
+
+
+FIX = """
+An empty state dict that is not strict is loaded like any other, which returns the missing keys.
+tried: 2.13, 2.15
+
+--- torch/distributed/checkpoint/state_dict.py
+@@ _load_model_state_dict
+-    if not info.handle_model or (not state_dict and not info.broadcast_from_rank0):
++    if not info.handle_model or (not state_dict and not info.broadcast_from_rank0 and info.strict):
+         return _IncompatibleKeys({}, {})
+"""

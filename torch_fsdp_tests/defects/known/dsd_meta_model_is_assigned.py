@@ -41,3 +41,17 @@ def reproduce(rank, world_size, device, workaround=False):
     model(torch.ones(1, 2, device=device, dtype=model[0].weight.dtype))
     actual = (str(model[0].weight.dtype), len(optim.param_groups[0]["params"]))
     return actual, ("torch.bfloat16", 1)
+
+
+FIX = """
+A model without any memory gets some. One that has memory in part is assigned as before.
+The values are copied into it, on the device of the group, and PyTorch warns that ``_get_pg_default_device`` is deprecated.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/checkpoint/state_dict.py
+@@ _load_model_state_dict
+-            assign = True
++            assign = bool(devices)
++            if not devices:
++                model.to_empty(device=dist.distributed_c10d._get_pg_default_device())
+"""  # noqa: E501

@@ -42,3 +42,18 @@ def reproduce(rank, world_size, device):
         options=StateDictOptions(full_state_dict=True, strict=False),
     )
     return model.given, None
+
+
+FIX = """
+Internal marks are not loaded.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/checkpoint/state_dict.py
+@@ _load_model_state_dict
+-        state_dict.update(local_state_dict)
++        state_dict.update(
++            (key, value)
++            for key, value in local_state_dict.items()
++            if not isinstance(value, _EXTRA_STATE)
++        )
+"""

@@ -48,3 +48,14 @@ def reproduce(rank, world_size, device, workaround=False):
     except AttributeError as error:
         actual = f"AttributeError: {error}"
     return actual, "0.weight"
+
+
+FIX = """
+The name of the method is passed on.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/checkpoint/state_dict.py
+@@ _get_model_state_dict
+-        fqns = _get_fqns(model, key)
++        fqns = _get_fqns(model, key, info.dsd_fqn_modifiers)
+"""

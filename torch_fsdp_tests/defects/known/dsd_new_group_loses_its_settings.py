@@ -45,3 +45,13 @@ def reproduce(rank, world_size, device, workaround=False):
     except KeyError as error:
         return f"KeyError: {error}", [0.5, 0.25]
     return [group.get("lr") for group in optim.param_groups], [0.5, 0.25]
+
+
+FIX = """
+tried: 2.13, 2.15
+
+--- torch/distributed/checkpoint/state_dict.py
+@@ _split_optim_state_dict
+-        pg_state.append({_PARAMS: []})
++        pg_state.append({**param_group, _PARAMS: []})
+"""

@@ -48,3 +48,8 @@ def reproduce(rank, world_size, device, workaround=False):
         except KeyError as error:
             actual.append(f"KeyError: {error}")
     return actual, [0.001, 0.001]
+
+
+FIX = """
+All ranks would have to agree on the names of settings before the values are broadcast.
+"""

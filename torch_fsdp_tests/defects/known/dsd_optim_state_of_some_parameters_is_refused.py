@@ -52,3 +52,8 @@ def reproduce(rank, world_size, device, workaround=False):
     except (KeyError, RuntimeError) as error:
         return f"{type(error).__name__}: {str(error).split(' in checkpoint')[0]}", "loaded"
     return "loaded", "loaded"
+
+
+FIX = """
+A saved state dict would have to record which parameters had no state, so that loading can tell them from missing ones.
+"""

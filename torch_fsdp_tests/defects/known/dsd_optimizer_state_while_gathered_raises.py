@@ -41,3 +41,16 @@ def reproduce(rank, world_size, device, workaround=False):
     except KeyError as error:
         return f"KeyError: {error}", ["weight"]
     return actual, ["weight"]
+
+
+FIX = """
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/checkpoint/state_dict.py
+@@ _get_optim_state_dict
+
++    for module in model.modules():
++        if isinstance(module, torch.distributed.fsdp.FSDPModule):
++            module.reshard()
+     optim_state_dict: OptimizerStateType = {_STATE: {}, _PG: []}
+"""

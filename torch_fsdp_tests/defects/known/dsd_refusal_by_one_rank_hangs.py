@@ -43,3 +43,8 @@ def reproduce(rank, world_size, device):
         actual = "raised"
         dist.broadcast_object_list([{}], src=0)  # the broadcast that the others wait for
     return actual, "raised"
+
+
+FIX = """
+Rank 0 would have to broadcast that it fails before it raises, in each function that checks something before the broadcast.
+"""  # noqa: E501

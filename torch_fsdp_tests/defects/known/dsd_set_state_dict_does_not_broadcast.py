@@ -46,3 +46,18 @@ def reproduce(rank, world_size, device, workaround=False):
         else:
             set_state_dict(model, optim, model_state_dict=states[0], optim_state_dict=states[1], options=options)
     return f"takes part in {broadcast.call_count} broadcasts", "takes part in 2 broadcasts"
+
+
+FIX = """
+Rank 0 decides for all ranks whether there is a state dict for the model.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/checkpoint/state_dict.py
+@@ set_state_dict
++        optim_only = [not model_state_dict]
++        if options is not None and options.broadcast_from_rank0:
++            dist.broadcast_object_list(optim_only, src=0)
+         info = _verify_options(
+-            model, optimizers, optim_only=not model_state_dict, options=options
++            model, optimizers, optim_only=optim_only[0], options=options
+"""

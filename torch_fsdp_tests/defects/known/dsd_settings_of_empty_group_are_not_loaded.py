@@ -48,3 +48,14 @@ def reproduce(rank, world_size, device):
         except KeyError as error:
             actual.append(f"KeyError: {error}")
     return actual, ["[0.5, 0.5]"] * 2
+
+
+FIX = """
+The saved group without parameters is used.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/checkpoint/state_dict.py
+@@ _split_optim_state_dict
+-            pg_mapping[id(loaded_param_group)] = len(return_osd[_PG]) - 1
++            pg_mapping[id(ret[0])] = len(return_osd[_PG]) - 1
+"""

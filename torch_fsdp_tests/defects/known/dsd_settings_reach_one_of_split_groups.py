@@ -44,3 +44,13 @@ def reproduce(rank, world_size, device, workaround=False):
         except (RuntimeError, ValueError):
             actual.append("raised")
     return actual, [answer if answer == "raised" else [0.5, 0.5] for answer in actual]
+
+
+FIX = """
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/checkpoint/state_dict.py
+@@ _split_optim_state_dict
+-                        pg_mapping[id(loaded_param_group)] = len(return_osd[_PG]) - 1
++                        pg_state[-1].update((key, loaded_param_group[key]) for key in loaded_param_group.keys() - {_PARAMS})
+"""  # noqa: E501

@@ -35,3 +35,16 @@ def reproduce(rank, world_size, device, workaround=False):
     except RuntimeError as error:
         actual = "RuntimeError: " + " ".join(str(error).split())
     return actual, "<All keys matched successfully>"
+
+
+FIX = """
+A shared module is visited under each of its names.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/checkpoint/state_dict.py
+@@ _iterate_valid_model_state
+-        for name, submodule in module.named_children():
+-            if submodule in visited_modules:
++        for name, submodule in module._modules.items():
++            if submodule is None:
+"""

@@ -33,3 +33,13 @@ def reproduce(rank, world_size, device, workaround=False):
             if not param.requires_grad:
                 actual.pop(name, None)
     return list(actual), ["1.weight"]
+
+
+FIX = """
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/checkpoint/state_dict.py
+@@ _get_model_state_dict
+-        for key, param in model.named_parameters():
++        for key, param in model.named_parameters(remove_duplicate=False):
+"""

@@ -42,3 +42,8 @@ def reproduce(rank, world_size, device, workaround=False):
     except AssertionError as error:
         actual = f"AssertionError: {error}"
     return actual, whole.flatten().tolist()
+
+
+FIX = """
+``distribute_tensor`` would have to support uneven ``_StridedShard``.
+"""

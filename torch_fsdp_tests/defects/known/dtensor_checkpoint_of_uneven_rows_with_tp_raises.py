@@ -49,3 +49,8 @@ def reproduce(rank, world_size, device, workaround=False):
     if rank == 0:
         shutil.rmtree(folder[0])
     return actual, "saved"
+
+
+FIX = """
+``compute_local_shape_and_global_offset`` would have to follow the nested uneven splits instead of computing one offset.
+"""

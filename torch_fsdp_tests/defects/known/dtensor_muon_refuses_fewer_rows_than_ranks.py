@@ -39,3 +39,17 @@ def reproduce(rank, world_size, device, workaround=False):
         actual = f"RuntimeError: {str(error).splitlines()[0].split(': ')[1].split('.')[0]}"
     right = "stepped"
     return actual, right
+
+
+FIX = """
+What is changed in place keeps its layout, so the other inputs can have it as well.
+tried: 2.13, 2.15
+
+--- torch/distributed/tensor/_ops/utils.py
+@@ expand_to_full_mesh_op_strategy
+             or (
++                inplace_op and s.placements == self_spec.placements
++            )
++            or (
+                 allow_uneven_sharding
+"""

@@ -44,3 +44,9 @@ def reproduce(rank, world_size, device, workaround=False):
 
             _clear_sharding_prop_cache()
     return actual, ["unsharded", "unsharded"]
+
+
+FIX = """
+DTensor would have to have process groups in the keys of its caches, of which one is in C++. The only function that
+clears them is for debugging, and ``torch.distributed`` does not depend on DTensor.
+"""

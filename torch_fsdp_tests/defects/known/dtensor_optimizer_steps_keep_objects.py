@@ -39,3 +39,8 @@ def reproduce(rank, world_size, device):
         gc.collect()
         counts.append(len(gc.get_objects()))
     return "grows with each call" if counts[11] - counts[1] >= 10 else "stays", "stays"
+
+
+FIX = """
+PyTorch 2.12 does not have it, and its change was not tried with older versions.
+"""

@@ -42,3 +42,8 @@ def reproduce(rank, world_size, device):
     dist.barrier()  # otherwise the end of rank 1 would end rank 0's wait
     right = 2.0  # the gradient is the input
     return actual, right
+
+
+FIX = """
+For an empty shard, each reduction without an identity would have to use the neutral value of the dtype, such as -inf for ``max``.
+"""  # noqa: E501

@@ -32,3 +32,13 @@ def reproduce(rank, world_size, device, workaround=False):
     actual = round(norms.sum().full_tensor().item(), 4)
     right = float(world_size)
     return actual, right
+
+
+FIX = """
+tried: 2.13
+
+--- torch/distributed/tensor/_ops/_math_ops.py
+@@ common_reduction_strategy
+-            if isinstance(p, Partial) and p.reduce_op != reduction_op:
++            if isinstance(p, Partial) and (p.reduce_op != reduction_op or isinstance(p, _NormPartial)):
+"""

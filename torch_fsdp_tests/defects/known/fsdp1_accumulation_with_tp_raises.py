@@ -41,3 +41,8 @@ def reproduce(rank, world_size, device, workaround=False):
         except RuntimeError as error:
             actual = f"RuntimeError: {error}"
     return actual, "both backwards ran"
+
+
+FIX = """
+Unsharded gradients would have to be kept as local tensors, and exposed as DTensors only where parameters are.
+"""

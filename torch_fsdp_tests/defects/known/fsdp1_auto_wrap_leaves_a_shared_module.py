@@ -42,3 +42,49 @@ def reproduce(rank, world_size, device, workaround=False):
         except RuntimeError as error:
             actual.append(f"RuntimeError: {error}")
     return actual, [[[4.0, 4.0]], [[4.0, 4.0]]]
+
+
+FIX = """
+All places of the module get the instance of the first place.
+tried: 2.13, 2.15
+
+--- torch/distributed/fsdp/wrap.py
+@@ _post_order_apply
+     visited_modules: set[nn.Module] = {root_module}
++    replaced = {}
+
+@@ _post_order_apply
+-        for child_module_name, child_module in module.named_children():
+-            if child_module not in visited_modules:
++        for child_module_name, child_module in list(module._modules.items()):
++            if child_module in replaced:
++                setattr(module, child_module_name, replaced[child_module])
++            elif child_module is not None and child_module not in visited_modules:
+@@ _post_order_apply
+                 )
++            replaced[module] = optional_module
+             setattr(parent_module, module_name, optional_module)
+@@ _recursive_wrap
+     only_wrap_children: bool = False,
++    wrapped: dict[nn.Module, nn.Module] | None = None,
+     **kwargs: Any,
+@@ _recursive_wrap
+         total_wrapped_numel = 0
++        wrapped = {} if wrapped is None else wrapped
+         # Iterate through the children, recursively wrap if necessary
+-        for name, child in module.named_children():
+-            if child in ignored_modules:
++        for name, child in list(module._modules.items()):
++            if child in wrapped:
++                setattr(module, name, wrapped[child])
++                continue
++            if child is None or child in ignored_modules:
+                 continue
+@@ _recursive_wrap
+                 ignored_params=ignored_params,
++                wrapped=wrapped,
+                 **kwargs,
+             )
++            wrapped[child] = wrapped_child
+             setattr(module, name, wrapped_child)
+"""

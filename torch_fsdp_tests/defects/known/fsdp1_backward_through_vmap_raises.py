@@ -33,3 +33,8 @@ def reproduce(rank, world_size, device):
     except (ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {str(error).split('[')[0]}", "a gradient"
     return "a gradient", "a gradient"
+
+
+FIX = """
+The hook would have to be registered outside of the transform, as FSDP2 does with a function of autograd.
+"""

@@ -35,3 +35,17 @@ def reproduce(rank, world_size, device, workaround=False):
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)):
         kept = "scale" in model.state_dict()
     return (saved, kept), ("torch.float32", rank == 0)
+
+
+FIX = """
+A state dict clones buffers of modules that have no parameters in a flat parameter.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/_state_dict_utils.py
+@@ _common_unshard_post_state_dict_hook
+-    if not state_dict or not _has_fsdp_params(fsdp_state, module):
++    if not state_dict:
+@@ _common_unshard_post_state_dict_hook
+-        state_dict.pop(f"{prefix}{FLAT_PARAM}")
++        state_dict.pop(f"{prefix}{FLAT_PARAM}", None)
+"""

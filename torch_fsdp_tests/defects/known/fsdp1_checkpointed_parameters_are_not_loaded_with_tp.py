@@ -42,3 +42,8 @@ def reproduce(rank, world_size, device):
         except RuntimeError as error:
             actual.append(f"RuntimeError: {str(error).splitlines()[-1].strip()}")
     return actual, ["loaded", "loaded"]
+
+
+FIX = """
+The layouts would have to be stored and looked up under names that are cleaned in the same way.
+"""

@@ -35,3 +35,8 @@ def reproduce(rank, world_size, device):
     columns = model(torch.ones(1, 1, device=device)).full_tensor()
     (columns * torch.tensor([3.0, 4.0], device=device)).sum().backward()  # these are the gradients of the two rows
     return round(model.clip_grad_norm_(1.0).item(), 4), 5.0
+
+
+FIX = """
+FSDP1 would have to know over which group each parameter is also sharded by TP, which its flat parameter does not record.
+"""  # noqa: E501

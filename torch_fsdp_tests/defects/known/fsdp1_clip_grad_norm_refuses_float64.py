@@ -37,3 +37,24 @@ def reproduce(rank, world_size, device):
     except RuntimeError as error:
         actual = f"RuntimeError: {str(error).splitlines()[0]}"
     return actual, right
+
+
+FIX = """
+The norms of gradients in float64 are computed in float64.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/fully_sharded_data_parallel.py
+@@ _get_grad_norm
+     grads = [param.grad for param in params_with_grad]
++    dtype = functools.reduce(
++        torch.promote_types, (grad.dtype for grad in grads), torch.float32
++    )
+@@ _get_grad_norm
+-                torch.linalg.vector_norm(grad.detach(), norm_type, dtype=torch.float32)
++                torch.linalg.vector_norm(grad.detach(), norm_type, dtype=dtype)
+@@ _get_grad_norm
+-        dtype=torch.float32,
+     )
+-    return grad_norm.to(device=device)
++    return grad_norm.to(device=device, dtype=torch.float32)
+"""

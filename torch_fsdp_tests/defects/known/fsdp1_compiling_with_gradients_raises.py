@@ -43,3 +43,8 @@ def reproduce(rank, world_size, device, workaround=False):
     except Exception as error:
         actual = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     return actual, "trained"
+
+
+FIX = """
+The unsharded parameter would have to be another tensor than the sharded one that holds the gradient.
+"""

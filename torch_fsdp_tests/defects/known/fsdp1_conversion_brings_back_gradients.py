@@ -38,3 +38,14 @@ def reproduce(rank, world_size, device, workaround=False):
     plain = nn.Linear(4, 4, bias=False, device=device)
     model = FSDP(copy.deepcopy(plain), use_orig_params=True, device_id=device)
     return next_gradient(model, device, workaround), next_gradient(plain, device)
+
+
+FIX = """
+The flat parameter's gradient is released first if the views of it are None.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/_unshard_param_utils.py
+@@ _register_orig_params
+     if handle.is_sharded(handle.flat_param):
++        handle._reset_flat_param_grad_info_if_needed()
+"""

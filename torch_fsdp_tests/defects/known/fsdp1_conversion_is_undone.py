@@ -50,3 +50,8 @@ def reproduce(rank, world_size, device):
     plain = nn.Linear(2, 2, bias=False, device=device)
     model = FSDP(copy.deepcopy(plain), device_id=device)
     return outputs_after_update(model, device), outputs_after_update(plain, device)
+
+
+FIX = """
+After ``Module._apply`` FSDP1 would have to use the converted memory as its local shard, and create its other buffers in the new dtype.
+"""  # noqa: E501

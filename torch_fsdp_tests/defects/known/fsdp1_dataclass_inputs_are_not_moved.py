@@ -35,3 +35,17 @@ def reproduce(rank, world_size, device):
     elsewhere = torch.device("meta")  # represents the device that FSDP moves its inputs to
     ((moved,),), _ = _to_kwargs((Batch(torch.ones(1, device=device)),), {}, elsewhere, False)
     return moved.x.device.type, elsewhere.type
+
+
+FIX = """
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/utils.py
+@@ _recursive_to
+
++        if dataclasses.is_dataclass(obj):
++            names = [field.name for field in dataclasses.fields(obj) if field.init]
++            moved = zip(*(to_map(getattr(obj, name)) for name in names))
++            return [dataclasses.replace(obj, **dict(zip(names, values))) for values in moved]
+         if _is_namedtuple(obj):
+"""

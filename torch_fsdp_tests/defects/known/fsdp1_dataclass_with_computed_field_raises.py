@@ -46,3 +46,13 @@ def reproduce(rank, world_size, device):
     except ValueError as error:
         actual = f"{type(error).__name__}: {error}"
     return actual, 3
+
+
+FIX = """
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/utils.py
+@@ _apply_to_tensors
+-                f.name: apply(getattr(dc, f.name)) for f in dataclasses.fields(dc)
++                f.name: apply(getattr(dc, f.name)) for f in dataclasses.fields(dc) if f.init
+"""

@@ -34,3 +34,34 @@ def reproduce(rank, world_size, device, workaround=False):
     except TypeError as error:
         actual = f"{type(error).__name__}: {error}"
     return actual, elsewhere.type
+
+
+FIX = """
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/utils.py
+@@ _recursive_to [<2.15]
+-            return [type(obj)(i) for i in zip(*map(to_map, obj.items()))]
++            import copy
++
++            made = []
++            for items in zip(*map(to_map, obj.items())):
++                made.append(copy.copy(obj))
++                made[-1].update(items)
++            return made
+--- torch/distributed/utils.py
+@@ _recursive_to [>=2.15]
+             keys = list(obj.keys())
++
++            def rebuilt(values):
++                import copy
++
++                made = copy.copy(obj)
++                made.update(zip(keys, values))
++                return made
++
+             return _handle_container(
+-                obj, obj.values(), lambda v: type(obj)(zip(keys, v))
++                obj, obj.values(), rebuilt
+             )
+"""

@@ -36,3 +36,8 @@ def reproduce(rank, world_size, device):
     except (NotImplementedError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}", right
     return f"an output of {output.item()}, and a tangent of {tangent.item()}", right
+
+
+FIX = """
+The hooks of FSDP1 would have to leave the transform while they run, as those of FSDP2 do.
+"""

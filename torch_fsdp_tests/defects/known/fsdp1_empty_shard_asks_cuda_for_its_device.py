@@ -35,3 +35,13 @@ def reproduce(rank, world_size, device):
     except (RuntimeError, AssertionError) as error:
         actual = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     return actual, device.type
+
+
+FIX = """
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/_shard/sharded_tensor/_ops/tensor_ops.py
+@@ tensor_device
+-        dev = torch.device(torch.cuda.current_device())
++        dev = self_st._get_preferred_device()
+"""

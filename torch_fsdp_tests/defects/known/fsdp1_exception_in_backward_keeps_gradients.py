@@ -48,3 +48,8 @@ def reproduce(rank, world_size, device, workaround=False):
         optim.step()
     with FSDP.summon_full_params(model):
         return last.module.weight.tolist(), plain[1].weight.tolist()
+
+
+FIX = """
+FSDP1 would have to end a backward that raised, for which autograd runs no hook, before ``zero_grad()`` is called.
+"""

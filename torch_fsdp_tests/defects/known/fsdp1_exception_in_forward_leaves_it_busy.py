@@ -38,3 +38,31 @@ def reproduce(rank, world_size, device, workaround=False):
     except ValueError as error:
         actual = f"{type(error).__name__}: {error}"
     return actual, "entered"
+
+
+FIX = '''
+``no_sync()`` may begin unless a forward of this instance or a backward runs, which the state does not show after an
+exception.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/fully_sharded_data_parallel.py
+@@ FullyShardedDataParallel.forward
++    _forwards = 0  # that run
++
+     def forward(self, *args: Any, **kwargs: Any) -> Any:
+         """Run the forward pass for the wrapped module, inserting FSDP-specific pre- and post-forward sharding logic."""
++        self._forwards += 1
++        try:
++            return self._run_forward(*args, **kwargs)
++        finally:
++            self._forwards -= 1
++
++    def _run_forward(self, *args: Any, **kwargs: Any) -> Any:
+         handle = self._handle
+@@ FullyShardedDataParallel.no_sync
+-        self._assert_state(TrainingState.IDLE)
++        allowed_states = [TrainingState.IDLE]
++        if not self._forwards and torch._C._current_graph_task_id() == -1:
++            allowed_states.append(TrainingState.FORWARD_BACKWARD)  # left by an exception
++        self._assert_state(allowed_states)
+'''  # noqa: E501

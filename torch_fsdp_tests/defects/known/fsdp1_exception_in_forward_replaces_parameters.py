@@ -43,3 +43,13 @@ def reproduce(rank, world_size, device):
     except RuntimeError as error:
         return f"{type(error).__name__}: {str(error)[:100]}", [[[1.0, 1.0]]] * 3
     return grads, [[[1.0, 1.0]]] * 3
+
+
+FIX = """
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/_flat_param.py
+@@ FlatParamHandle._writeback_orig_params
+-            param_changed = getattr(module, param_name) is not param
++            param_changed = isinstance(now := getattr(module, param_name), nn.Parameter) and now is not param
+"""

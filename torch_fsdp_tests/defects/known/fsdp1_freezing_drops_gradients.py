@@ -35,3 +35,8 @@ def reproduce(rank, world_size, device):
         model(torch.ones(1, 2, device=device)).sum().backward()
     with FSDP.summon_full_params(model, with_grads=True):
         return layers[0].weight.grad.tolist(), [[4.0, 4.0], [4.0, 4.0]]
+
+
+FIX = """
+FSDP1 would have to keep the flat gradient of a frozen parameter beside the one that the next backward writes.
+"""

@@ -32,3 +32,23 @@ def reproduce(rank, world_size, device):
         param.requires_grad_(False)
     model[0] = FSDP(model[0], device_mesh=mesh["dp"], use_orig_params=True, device_id=device)
     return [param.requires_grad for param in model[0].parameters()], [False, False]
+
+
+FIX = """
+The local tensor requires gradients only if the parameter does.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/tensor/parallel/_data_parallel_utils.py
+@@ _flatten_tensor
+-        tensor._local_tensor.requires_grad_()
++        tensor._local_tensor.requires_grad_(tensor.requires_grad)
+--- torch/distributed/fsdp/_flat_param.py
+@@ _convert_to_params
+-    return [t if isinstance(t, nn.Parameter) else nn.Parameter(t) for t in tensors]
++    return [
++        t
++        if isinstance(t, nn.Parameter)
++        else nn.Parameter(t, requires_grad=t.requires_grad)
++        for t in tensors
++    ]
+"""

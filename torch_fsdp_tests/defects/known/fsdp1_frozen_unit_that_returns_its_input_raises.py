@@ -42,3 +42,8 @@ def reproduce(rank, world_size, device, workaround=False):
     except ValueError as error:
         return f"ValueError: {error}", "no exception"
     return "no exception", "no exception"
+
+
+FIX = """
+The hook that ends a frozen instance's backward would have to be registered on a tensor that forward does not return.
+"""

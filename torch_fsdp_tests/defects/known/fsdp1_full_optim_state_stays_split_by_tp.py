@@ -41,3 +41,8 @@ def reproduce(rank, world_size, device, workaround=False):
         state = state.full_tensor()
     actual = state.to_local() if isinstance(state, DTensor) else state
     return list(actual.shape), [4, 4]
+
+
+FIX = """
+The TP shards would have to be gathered on both paths, with and without ``use_orig_params``.
+"""

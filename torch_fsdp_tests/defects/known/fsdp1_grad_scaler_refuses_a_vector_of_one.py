@@ -34,3 +34,13 @@ def reproduce(rank, world_size, device, workaround=False):
     except RuntimeError as error:
         actual = f"{type(error).__name__}: {error}"
     return actual, 4.0
+
+
+FIX = """
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/sharded_grad_scaler.py
+@@ ShardedGradScaler.update
+-                self._scale.copy_(new_scale)  # type: ignore[union-attr]
++                self._scale.copy_(new_scale.reshape(()))  # type: ignore[union-attr]
+"""

@@ -47,3 +47,95 @@ def reproduce(rank, world_size, device, workaround=False):
         loss = loss + 0 * model(x, "a").sum()
     loss.backward()
     return next(model.module.a.parameters()).grad[0].item(), 1.5  # the ranks' gradients are 1 and 2
+
+
+FIX = """
+A flag records whether a gradient was reduced, because its size does not show this. The end of a backward that
+synchronizes reduces what is left as usual: in the post-backward stream, with a cast to ``reduce_dtype``.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/_runtime_utils.py
+@@ _post_backward_hook
+         _post_backward_reshard(state, handle)
++        flat_param._is_unreduced = not state._sync_gradients
+         if not state._sync_gradients:
+             if handle._use_orig_params:
+                 handle._use_unsharded_grad_views()
+             return
+-
+-        # Wait for all ops in the current stream (e.g. gradient computation) to
+-        # finish before reduce-scattering the gradient
+-        if not torch.distributed._functional_collectives.is_torchdynamo_compiling():
+-            state._post_backward_stream.wait_stream(
+-                state._device_handle.current_stream()
+-            )
+-
+-        with state._device_handle.stream(state._post_backward_stream):
+-            autograd_computed_grad = flat_param.grad.data
+-            if (
+-                not _low_precision_hook_enabled(state)
+-                and flat_param.grad.dtype != handle._reduce_dtype
+-                # If we are forcing full precision but communicating grads
+-                # (i.e. model.eval() + full precision in eval was configured), don't downcast gradient.
+-                and not handle._force_full_precision
+-            ):
+-                flat_param.grad.data = flat_param.grad.to(handle._reduce_dtype)
+-            if handle.uses_sharded_strategy:
+-                _reduce_grad(state, handle)
+-            else:
+-                _reduce_grad_no_shard(state, handle)
+-            # Since the unsharded gradient is produced in the computation
+-            # stream and consumed in the post-backward stream, inform the
+-            # caching allocator (before it goes out of scope)
+-            _no_dispatch_record_stream(
+-                autograd_computed_grad, state._post_backward_stream
+-            )
++        _cast_and_reduce_grad(state, handle)
++
++
++def _cast_and_reduce_grad(state, handle):
++    flat_param = handle.flat_param
++    # Wait for all ops in the current stream (e.g. gradient computation) to
++    # finish before reduce-scattering the gradient
++    if not torch.distributed._functional_collectives.is_torchdynamo_compiling():
++        state._post_backward_stream.wait_stream(state._device_handle.current_stream())
++
++    with state._device_handle.stream(state._post_backward_stream):
++        autograd_computed_grad = flat_param.grad.data
++        if (
++            not _low_precision_hook_enabled(state)
++            and flat_param.grad.dtype != handle._reduce_dtype
++            # If we are forcing full precision but communicating grads
++            # (i.e. model.eval() + full precision in eval was configured), don't downcast gradient.
++            and not handle._force_full_precision
++        ):
++            flat_param.grad.data = flat_param.grad.to(handle._reduce_dtype)
++        if handle.uses_sharded_strategy:
++            _reduce_grad(state, handle)
++        else:
++            _reduce_grad_no_shard(state, handle)
++        # Since the unsharded gradient is produced in the computation
++        # stream and consumed in the post-backward stream, inform the
++        # caching allocator (before it goes out of scope)
++        _no_dispatch_record_stream(autograd_computed_grad, state._post_backward_stream)
++
++
++def _reduce_grad_of_no_sync(state):
++    handle = state._handle
++    if not handle or not state._sync_gradients or not handle.flat_param.requires_grad:
++        return
++    flat_param = handle.flat_param
++    if not getattr(flat_param, "_is_unreduced", False):
++        return
++    flat_param._is_unreduced = False
++    if flat_param.grad is None:  # cleared since
++        flat_param._post_backward_called = False
++        return
++    state.training_state = TrainingState.FORWARD_BACKWARD
++    handle._training_state = HandleTrainingState.BACKWARD_POST
++    _cast_and_reduce_grad(state, handle)
+@@ _post_backward_final_callback
+     root_state = state
++    for fsdp_state in state._all_fsdp_states:
++        _reduce_grad_of_no_sync(fsdp_state)
+"""

@@ -37,3 +37,14 @@ def reproduce(rank, world_size, device):
         device_id=device,
     )
     return model.buffer.item(), 0.0  # rank 0's value
+
+
+FIX = """
+A hybrid strategy synchronizes each buffer in both groups.
+tried: 2.9
+
+--- torch/distributed/fsdp/_init_utils.py
+@@ _sync_module_params_and_buffers
+-        if not getattr(buffer, FSDP_SYNCED, False):
++        if True:
+"""

@@ -36,3 +36,14 @@ def reproduce(rank, world_size, device, workaround=False):
     model(torch.full((1, 1), rank + 1.0, device=device)).sum().backward()
     mean = (world_size + 1) / 2  # the gradient of each rank is its input
     return model.weight.grad.item(), mean
+
+
+FIX = """
+A hybrid strategy stays hybrid on shard groups of one rank.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/_init_utils.py
+@@ _init_core_state
+-    if state.world_size == 1:
++    if state.world_size == 1 and sharding_strategy not in HYBRID_SHARDING_STRATEGIES:
+"""

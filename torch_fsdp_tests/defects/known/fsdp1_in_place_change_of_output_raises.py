@@ -45,3 +45,17 @@ def reproduce(rank, world_size, device, workaround=False):
     except ValueError as error:
         actual = f"{type(error).__name__}: {error}"
     return actual, "no error"
+
+
+FIX = """
+Outputs that are views are copied, so that the hook is on a tensor whose node an in-place operation keeps.
+This costs a copy of each such output, and its memory.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/_runtime_utils.py
+@@ _register_pre_backward_hooks
+         if t.requires_grad:
++            if t._base is not None:
++                t = t.clone()
+             t.register_hook(
+"""

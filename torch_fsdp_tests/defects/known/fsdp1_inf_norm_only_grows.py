@@ -40,3 +40,13 @@ def reproduce(rank, world_size, device):
         actual.append(model.clip_grad_norm_(1.0, math.inf).item())
         right.append(nn.utils.clip_grad_norm_(plain.parameters(), 1.0, math.inf).item())
     return actual, right
+
+
+FIX = """
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/fully_sharded_data_parallel.py
+@@ _get_grad_norm
+-        return zero
++        return zero.clone()
+"""

@@ -37,3 +37,14 @@ def reproduce(rank, world_size, device, workaround=False):
     except (AssertionError, RuntimeError) as error:
         actual = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     return actual, True
+
+
+FIX = """
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/_flat_param.py
+@@ FlatParamHandle.init_flat_param_attributes
+     @torch.no_grad()
++    @torch.inference_mode(False)
+     def init_flat_param_attributes(self) -> None:
+"""

@@ -32,3 +32,24 @@ def reproduce(rank, world_size, device, workaround=False):
     with torch.no_grad() if workaround else torch.inference_mode():
         model(x)
     return [param.is_inference() for param in layer.parameters()], [False, False]
+
+
+FIX = """
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/_flat_param.py
+@@ FlatParamHandle._use_sharded_views
+-        size_0_empty_tensor = torch.empty(
+-            0,
+-            dtype=self.flat_param.dtype,  # in case `flat_param` changed dtype
+-            device=self.flat_param.device,
+-            requires_grad=False,
+-        )
++        with torch.inference_mode(False):
++            size_0_empty_tensor = torch.empty(
++                0,
++                dtype=self.flat_param.dtype,  # in case `flat_param` changed dtype
++                device=self.flat_param.device,
++                requires_grad=False,
++            )
+"""

@@ -39,3 +39,20 @@ def reproduce(rank, world_size, device, workaround=False):
     dtype = torch.bfloat16 if workaround else torch.float32
     model(Batch(x=torch.ones(1, 2, device=device, dtype=dtype)))
     return model.module.given, "Batch"
+
+
+FIX = """
+A dict of another kind is copied, and its values are replaced.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/utils.py
+@@ _apply_to_tensors
++        elif isinstance(x, dict) and type(x) is not dict:
++            made = copy.copy(x)
++            made.update((key, apply(value)) for key, value in x.items())
++            return made
+         elif isinstance(x, dict):
+@@
++import copy
+ import dataclasses
+"""

@@ -40,3 +40,13 @@ def reproduce(rank, world_size, device, workaround=False):
     before = str(model(x).dtype)
     model.state_dict(keep_vars=not workaround)
     return [before, str(model(x).dtype)], [str(low), str(low)]
+
+
+FIX = """
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/_state_dict_utils.py
+@@ _common_unshard_post_state_dict_hook
+-                buffers.append(state_dict[fqn])
++                buffers.append(state_dict[fqn].detach())
+"""

@@ -40,3 +40,13 @@ def reproduce(rank, world_size, device):
     except RuntimeError as error:
         actual = f"{type(error).__name__}: {str(error).partition(' and ')[0]}"
     return actual, "_flat_param"
+
+
+FIX = """
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/_state_dict_utils.py
+@@ _local_post_state_dict_hook
+-        flat_param = flat_param[:valid_data_size].view(valid_data_size)
++        flat_param = flat_param[:valid_data_size].view(valid_data_size).detach()
+"""

@@ -36,3 +36,24 @@ def reproduce(rank, world_size, device):
     except RuntimeError as error:
         actual = f"{type(error).__name__}: {str(error).partition(' a tensor')[0]}"
     return actual, [[1.0, 1.0], [1.0, 1.0]]
+
+
+FIX = """
+A gradient of another dtype is assigned to ``grad.data``, where the parameter's dtype does not matter.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/_flat_param.py
+@@ FlatParamHandle.unshard_grad
+-        flat_param.grad = padded_unsharded_grad[: unsharded_size.numel()].view(
+-            unsharded_size
+-        )
++        flat_param.grad = torch.empty_like(flat_param)
++        flat_param.grad.data = padded_unsharded_grad[: unsharded_size.numel()].view(unsharded_size)
+@@ FlatParamHandle.reshard_grad
+-        self.flat_param.grad = self.flat_param._saved_grad_shard  # type: ignore[attr-defined]
++        saved = self.flat_param._saved_grad_shard
++        self.flat_param.grad = None if saved is None else torch.empty_like(self.flat_param)
++        if saved is not None:
++            self.flat_param.grad.data = saved
++        del saved  # type: ignore[attr-defined]
+"""

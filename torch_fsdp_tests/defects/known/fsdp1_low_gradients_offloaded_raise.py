@@ -43,3 +43,15 @@ def reproduce(rank, world_size, device):
             actual.append(f"{type(error).__name__}: {str(error).partition('.')[0]}")
         model.zero_grad()
     return actual, ["torch.float16"] * 2
+
+
+FIX = """
+The buffer on the CPU gets the dtype of the parameter back before it becomes its gradient again.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/_flat_param.py
+@@ FlatParamHandle.prepare_gradient_for_optim
++            if flat_param._cpu_grad.dtype != flat_param.dtype:
++                flat_param._cpu_grad.data = flat_param._cpu_grad.to(flat_param.dtype)
+             flat_param.grad = flat_param._cpu_grad  # type: ignore[attr-defined]
+"""

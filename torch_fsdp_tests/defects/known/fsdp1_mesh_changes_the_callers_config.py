@@ -35,3 +35,16 @@ def reproduce(rank, world_size, device, workaround=False):
         except AttributeError as error:
             actual.append(f"AttributeError: {error}")
     return actual, ["DTensor", "ShardedTensor"]
+
+
+FIX = """
+All instances get one copy of the caller's configs.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/fully_sharded_data_parallel.py
+@@ FullyShardedDataParallel.set_state_dict_type
+         # Set the state_dict type and configurations.
++        state_dict_config = copy.copy(state_dict_config)
++        optim_state_dict_config = copy.copy(optim_state_dict_config)
+         prev_state_dict_type = None
+"""

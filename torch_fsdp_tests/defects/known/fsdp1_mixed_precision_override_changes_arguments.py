@@ -28,3 +28,13 @@ def reproduce(rank, world_size, device):
     arguments = {"mixed_precision": config}
     wrap._run_mixed_precision_override_policy(norms, [nn.BatchNorm1d], set(), arguments, {})
     return type(arguments["mixed_precision"]).__name__, "MixedPrecision"
+
+
+FIX = """
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/wrap.py
+@@ _run_mixed_precision_override_policy
+-                target_module_to_kwargs[module] = root_kwargs
++                target_module_to_kwargs[module] = dict(root_kwargs)
+"""

@@ -42,3 +42,8 @@ def reproduce(rank, world_size, device):
         except (RuntimeError, TypeError) as error:
             actual[use_orig_params] = f"{type(error).__name__}: {str(error).partition(' at ')[0]}"
     return actual, dict.fromkeys((True, False), FSDP.__name__)
+
+
+FIX = """
+FSDP1 would have to define ``__deepcopy__``, or raise there with a clear message.
+"""

@@ -35,3 +35,15 @@ def reproduce(rank, world_size, device, workaround=False):
     except RuntimeError as error:
         return str(error).partition("\n")[0], [1.0, 1.0]
     return [grad for param in model.parameters() for grad in param.grad.flatten().tolist()], [1.0, 1.0]
+
+
+FIX = """
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/_flat_param.py
+@@ FlatParamHandle.shard
+         if self._use_orig_params:
++            for param in flat_param._params:
++                param.grad = None
+             self._use_sharded_views()
+"""

@@ -37,3 +37,15 @@ def reproduce(rank, world_size, device, workaround=False):
         return sorted(FSDP.optim_state_dict(model, optim)["param_groups"][0]["params"]), expected
     except KeyError as error:
         return f"KeyError: {error}", expected
+
+
+FIX = """
+An optimizer without state is a named one if its groups hold names.
+tried: 2.13, 2.15
+
+--- torch/distributed/fsdp/_optim_utils.py
+@@ _is_named_optimizer
+-        return False
++        groups = optim_state_dict.get("param_groups", [])
++        return any(isinstance(key, str) for group in groups for key in group["params"])
+"""

@@ -43,3 +43,14 @@ def reproduce(rank, world_size, device, workaround=False):
     except AttributeError as error:
         actual = f"AttributeError: {error}"
     return actual, "7"
+
+
+FIX = """
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/_optim_utils.py
+@@ _flatten_optim_state_dict
+-                        unflat_osd_state[fqn][state_name] = param_state.cpu()
++                        if isinstance(param_state, torch.Tensor):
++                            unflat_osd_state[fqn][state_name] = param_state.cpu()
+"""

@@ -36,3 +36,8 @@ def reproduce(rank, world_size, device, workaround=False):
     except RuntimeError as error:
         actual = f"RuntimeError: {str(error).splitlines()[0]}"
     return actual, str((1, 4 // world_size))
+
+
+FIX = """
+``_writeback_orig_params`` would have to compare the local tensors of DTensors with their places in the flat parameter.
+"""

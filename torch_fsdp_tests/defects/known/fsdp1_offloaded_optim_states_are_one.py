@@ -38,3 +38,14 @@ def reproduce(rank, world_size, device, workaround=False):
     right = optims[1].state[plain.weight]
     names = ("exp_avg", "exp_avg_sq")
     return {name: actual[name][0, 0].item() for name in names}, {name: right[name][0, 0].item() for name in names}
+
+
+FIX = """
+States are cloned with ``offload_to_cpu`` as without it.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/_optim_utils.py
+@@ _unflatten_orig_param_states
+-        elif not cpu_offload:
++        else:
+"""

@@ -36,3 +36,17 @@ def reproduce(rank, world_size, device, workaround=False):
     with FSDP.summon_full_params(model, offload_to_cpu=not workaround, writeback=False):
         actual = layer.weight.untyped_storage().nbytes()  # without memory, the weight must not be read
     return f"{actual} bytes", f"{4 * torch.finfo(torch.float32).bits // 8} bytes"
+
+
+FIX = '''
+Parameters that are on the CPU already are not copied. So they stay allocated until the module is resharded.
+tried: 2.9, 2.13
+
+--- torch/distributed/fsdp/_flat_param.py
+@@ FlatParamHandle.to_cpu
+         """
++        if self.flat_param.device.type == "cpu":
++            yield
++            return
+         self._check_sharded_strategy()
+'''

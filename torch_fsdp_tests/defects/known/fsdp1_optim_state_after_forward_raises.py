@@ -40,3 +40,29 @@ def reproduce(rank, world_size, device, workaround=False):
         return list(FSDP.optim_state_dict(model, optim)["state"]), ["0.weight"]
     except KeyError:
         return "KeyError", ["0.weight"]
+
+
+FIX = """
+Names are those of the parameters, not of the views that are registered in their place.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/_common_utils.py
+@@ _get_param_to_fqns
+
++    params = {}  # by module and name
++    for handle in filter(None, (getattr(each, "_handle", None) for each in model.modules())):
++        if getattr(handle, "_use_orig_params", False):
++            flat_param = handle.flat_param
++            for param, info in zip(flat_param._params, flat_param._param_infos):
++                params[info.module, info.param_name] = param
++            for param, info in zip(flat_param._shared_params, flat_param._shared_param_infos):
++                params[info.module, info.param_name] = param
++
+     def module_fn(module, prefix, tree_level, param_to_fqns):
+         for param_name, param in _named_parameters_with_duplicates(
+             module, recurse=False
+         ):
++            if not isinstance(param, nn.Parameter):
++                param = params.get((module, param_name), param)
+             local_fqns = (
+"""

@@ -39,3 +39,15 @@ def reproduce(rank, world_size, device, workaround=False):
     osd = FSDP.optim_state_dict(model, saved)
     loaded.load_state_dict(FSDP.optim_state_dict_to_load(model, loaded, osd))
     return [loaded.state[param]["momentum_buffer"].item() for param in params], [1.0, 2.0]
+
+
+FIX = """
+The groups get the order of the new optimizer, which numbers its parameters group by group.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/_optim_utils.py
+@@ _rekey_sharded_optim_state_dict
+             rekeyed_osd_param_groups.append(flat_param_group)
++        rekeyed_osd_param_groups.sort(key=lambda group: group["params"][:1])
+         return {"state": rekeyed_osd_state, "param_groups": rekeyed_osd_param_groups}
+"""

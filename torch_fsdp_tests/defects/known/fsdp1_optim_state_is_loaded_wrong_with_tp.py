@@ -43,3 +43,18 @@ def reproduce(rank, world_size, device):
     FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
     optim.load_state_dict(FSDP.optim_state_dict_to_load(model, optim, FSDP.optim_state_dict(model, optim)))
     return momenta(), right
+
+
+FIX = """
+Under tensor parallelism over the last dimension of the mesh, a rank loads its TP shard of a state.
+This costs a copy of each state that is loaded.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/_optim_utils.py
+@@ _shard_orig_param_state
+         ):
++            for dim, size in enumerate(flat_param._shapes[param_idx]):
++                parts = value.chunk(value.size(dim) // size, dim)
++                value = parts[dist.get_rank() % len(parts)]
+             value = value.flatten()[
+"""

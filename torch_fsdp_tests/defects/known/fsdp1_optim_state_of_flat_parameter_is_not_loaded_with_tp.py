@@ -41,3 +41,8 @@ def reproduce(rank, world_size, device):
     except ValueError as error:
         return f"ValueError: {error}", "loaded"
     return "loaded", "loaded"
+
+
+FIX = """
+FSDP1 would have to split each state as TP splits its parameter before it flattens the state.
+"""

@@ -65,3 +65,8 @@ def reproduce(rank, world_size, device):
     except NotImplementedError as error:
         actual = f"{type(error).__name__}: {error}"
     return actual, "saved"
+
+
+FIX = """
+FSDP1 would have to gather the local states of a subclass as objects, and not as slices of one flat tensor.
+"""

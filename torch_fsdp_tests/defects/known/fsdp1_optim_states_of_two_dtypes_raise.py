@@ -35,3 +35,8 @@ def reproduce(rank, world_size, device, workaround=False):
     except AssertionError as error:
         actual = f"AssertionError: {error}"
     return actual, "torch.bfloat16"
+
+
+FIX = """
+The gather of states would have to use a buffer for each dtype.
+"""

@@ -34,3 +34,34 @@ def reproduce(rank, world_size, device, workaround=False):
     except AssertionError as error:
         actual = f"AssertionError: {error}"
     return actual, "exp_avg, exp_avg_sq, step"
+
+
+FIX = """
+For each kind of state, there is room for every parameter that does not have it.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/_optim_utils.py
+@@ _allgather_orig_param_states
+         mem_offset, param_idx = 0, 0
++        having = [
++            any(fqn in info and state_name in info[fqn].tensors for info in gathered_state_info)
++            for fqn in fsdp_param_info.param_indices
++        ]
+         for numel, is_padding in zip(
+             flat_param._numels_with_padding, flat_param._is_padding_mask
+         ):
+-            frozen_and_no_state = not is_padding and (
+-                not fsdp_param_info.param_requires_grad[param_idx]
+-                and not has_state_params[param_idx]
+-            )
++            frozen_and_no_state = not is_padding and not having[param_idx]
+
+@@ _allgather_orig_param_states
+-            if fsdp_param_info.param_requires_grad[idx] or fqn in output_states:
++            if having[idx]:
+@@ _unflatten_orig_param_states
+     for fqn, gathered_state in output_states.items():
++        if state_name not in gathered_state:
++            continue
+         value = gathered_state[state_name]
+"""

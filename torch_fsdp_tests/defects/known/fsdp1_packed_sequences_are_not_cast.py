@@ -38,3 +38,15 @@ def reproduce(rank, world_size, device, workaround=False):
     except RuntimeError as error:
         actual = f"{type(error).__name__}: {error}"
     return actual, "torch.bfloat16"
+
+
+FIX = """
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/utils.py
+@@ _apply_to_tensors
+-            apply(x.data)
+-            return x
++            data = apply(x.data)
++            return x if data is None or data is x.data else x._replace(data=data)
+"""

@@ -33,3 +33,20 @@ def reproduce(rank, world_size, device):
     with FSDP.summon_full_params(model, rank0_only=True, writeback=False):
         shown = [param.numel() for param in model.parameters()]
     return (saved, shown), (["weight"], [4]) if rank == 0 else ([], [2])
+
+
+FIX = """
+The first rank of a replica also has to be the first among the replicas.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/_unshard_param_utils.py
+@@ _unshard_fsdp_state_params
+-    if rank0_only and state.rank != 0:
++    replicas = getattr(state, "_inter_node_pg", None)
++    if rank0_only and (state.rank != 0 or replicas is not None and replicas.rank() != 0):
+--- torch/distributed/fsdp/_state_dict_utils.py
+@@ _common_unshard_post_state_dict_hook
+-    no_fsdp_return = rank0_only and fsdp_state.rank != 0
++    replicas = getattr(fsdp_state, "_inter_node_pg", None)
++    no_fsdp_return = rank0_only and (fsdp_state.rank != 0 or replicas is not None and replicas.rank() != 0)
+"""

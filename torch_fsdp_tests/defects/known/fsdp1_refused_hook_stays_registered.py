@@ -37,3 +37,15 @@ def reproduce(rank, world_size, device):
         except AssertionError as error:
             messages.append(str(error))
     return messages[1], messages[0]  # the second attempt raises for the same reason
+
+
+FIX = """
+All instances are checked before the first one gets the hook.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/fully_sharded_data_parallel.py
+@@ FullyShardedDataParallel.register_comm_hook
+                 )
++        for fsdp_state in traversal_utils._get_fsdp_states(self):
+             fsdp_state._comm_hook = hook
+"""

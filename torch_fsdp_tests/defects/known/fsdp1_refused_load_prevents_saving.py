@@ -37,3 +37,33 @@ def reproduce(rank, world_size, device):
         except AssertionError as error:
             actual = f"{type(error).__name__}: {error}"
     return actual, "0.weight, 0.bias, 1.weight, 1.bias"
+
+
+FIX = """
+If loading or saving raises, the unsharding that its pre-hooks have begun is undone, the inner instances first.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/fully_sharded_data_parallel.py
+@@ FullyShardedDataParallel
++    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
++        with self._undone_after_an_exception():
++            return super().load_state_dict(*args, **kwargs)
++
++    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
++        with self._undone_after_an_exception():
++            return super().state_dict(*args, **kwargs)
++
++    @contextlib.contextmanager
++    def _undone_after_an_exception(self) -> Generator:
++        from torch.distributed.fsdp._state_dict_utils import _exit_unshard_params_ctx
++
++        try:
++            yield
++        except BaseException:
++            for state in reversed(traversal_utils._get_fsdp_states(self)):
++                for module in list(state._unshard_params_ctx):
++                    _exit_unshard_params_ctx(module, state)
++            raise
++
+     def __getattr__(self, name: str) -> Any:
+"""

@@ -39,3 +39,8 @@ def reproduce(rank, world_size, device, workaround=False):
         with FSDP.summon_full_params(model, writeback=False):
             actual.append(layer.weight.tolist())
     return actual, [[[7.0, 7.0]]] * 2
+
+
+FIX = """
+The parameters would have to be pinned when they are registered, without a copy that the CPU waits for in each step.
+"""

@@ -30,3 +30,13 @@ def reproduce(rank, world_size, device):
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         (shard,) = model.state_dict()["weight"].local_shards()
     return f"rank {shard.metadata.placement.rank()}", f"rank {rank}"
+
+
+FIX = """
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/_shard_utils.py
+@@ _create_chunk_sharded_tensor
+-        local_shards = [Shard.from_tensor_and_offsets(local_shard, offsets, rank)]
++        local_shards = [Shard.from_tensor_and_offsets(local_shard, offsets, dist.get_rank())]
+"""

@@ -35,3 +35,17 @@ def reproduce(rank, world_size, device, workaround=False):
         except ZeroDivisionError as error:
             actual = f"ZeroDivisionError: {error}"
     return actual, "<All keys matched successfully>"
+
+
+FIX = """
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/_state_dict_utils.py
+@@ _sharded_pre_load_state_dict_hook
+-            chunk_size = (
+-                math.ceil(dim_0_size / fsdp_state.world_size)
+-                * param_numel
+-                // dim_0_size
+-            )
++            chunk_size = math.ceil(dim_0_size / fsdp_state.world_size) * param.size()[1:].numel()
+"""

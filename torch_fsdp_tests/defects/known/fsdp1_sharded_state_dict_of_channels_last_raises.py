@@ -32,3 +32,13 @@ def reproduce(rank, world_size, device, workaround=False):
             return sorted(model.state_dict()), ["bias", "weight"]
         except ValueError as error:
             return str(error), ["bias", "weight"]
+
+
+FIX = """
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/_shard_utils.py
+@@ _create_chunk_sharded_tensor
+-        local_shard = chunks[rank].clone()
++        local_shard = chunks[rank].clone(memory_format=torch.contiguous_format)
+"""

@@ -40,3 +40,23 @@ def reproduce(rank, world_size, device):
     except IndexError as error:
         return f"{type(error).__name__}: {error}", "gathered"
     return actual, None if actual is None else torch.ones(2, 1, device=device)
+
+
+FIX = """
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/_shard/sharded_tensor/api.py
+@@ ShardedTensor.gather
+-            shard_rank = cast(_remote_device, shard_md.placement).rank()
++            shard_rank = dist.get_group_rank(self._process_group, shard_md.placement.rank())
+@@ ShardedTensor.gather
+-                shard_offset = shard_placement[shard.metadata][1]
++                shard_offset = next(
++                    place[1]
++                    for metadata, place in shard_placement.items()
++                    if metadata.shard_offsets == shard.metadata.shard_offsets
++                )
+@@ ShardedTensor.gather
+-            dst=dst,
++            group_dst=dst,
+"""

@@ -29,3 +29,17 @@ def reproduce(rank, world_size, device, workaround=False):
     if workaround:
         FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
     return FSDP.get_state_dict_type(model).state_dict_type.name, "FULL_STATE_DICT"
+
+
+FIX = """
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/fully_sharded_data_parallel.py
+@@ FullyShardedDataParallel.state_dict_type
+-        yield
+-        FullyShardedDataParallel.set_state_dict_type(
++        try:
++            yield
++        finally:
++            FullyShardedDataParallel.set_state_dict_type(
+"""

@@ -45,3 +45,14 @@ def reproduce(rank, world_size, device, workaround=False):
 
     actual = [int(optims[1].state[param]["step"]) for param in plain.parameters()]
     return actual, [2, 2]  # one step before the state was saved, one after it was loaded
+
+
+FIX = """
+Each parameter gets a copy of its state without dimensions, such as the number of steps.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/_optim_utils.py
+@@ _unflatten_communicated_optim_state
+-        unflat_state_param.update(sorted_items(zero_dim_tensor_state))
++        unflat_state_param.update((name, step.clone()) for name, step in sorted_items(zero_dim_tensor_state))
+"""

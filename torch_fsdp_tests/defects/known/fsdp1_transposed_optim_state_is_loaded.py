@@ -41,3 +41,23 @@ def load_transposed(use_orig_params, device):
 
 def reproduce(rank, world_size, device):
     return load_transposed(True, device), load_transposed(False, device)
+
+
+FIX = """
+A state of another shape raises.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/_optim_utils.py
+@@ _shard_orig_param_state
+     )
++    shape = flat_param._shapes[param_idx]
++    for value in optim_state.values():
++        if not torch.is_tensor(value) or value.dim() == 0:
++            continue
++        # Under tensor parallelism the state has the global shape.
++        if value.dim() != len(shape) or any(
++            whole % part for whole, part in zip(value.shape, shape) if part
++        ):
++            raise ValueError(f"{fqn} has a state of shape {value.shape}")
+     if not shard_param_info.in_shard:
+"""

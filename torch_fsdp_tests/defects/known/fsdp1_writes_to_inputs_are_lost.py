@@ -33,3 +33,8 @@ def reproduce(rank, world_size, device):
     counts = {"calls": 0}
     model(torch.ones(1, 2, device=device), counts)
     return counts["calls"], 1
+
+
+FIX = """
+``_recursive_to`` would have to keep containers in which nothing moves, as PyTorch 2.14 does.
+"""

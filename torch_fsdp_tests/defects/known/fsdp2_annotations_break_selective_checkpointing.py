@@ -52,3 +52,16 @@ def reproduce(rank, world_size, device, workaround=False):
     except RuntimeError as error:
         return f"RuntimeError: {str(error).split('.default')[0]}", "gradients"
     return "gradients", "gradients"
+
+
+FIX = """
+Annotations for a profiler are ignored, as are other operators that a recomputation may run more often.
+tried: 2.13, 2.15
+
+--- torch/utils/checkpoint.py
+@@
+ SAC_IGNORED_OPS = {
++    # FSDP2 annotates a recomputation more often than the forward.
++    torch.ops.profiler._record_function_enter_new.default,
++    torch.ops.profiler._record_function_exit._RecordFunction,
+"""

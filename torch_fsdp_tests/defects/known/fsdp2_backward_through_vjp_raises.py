@@ -35,3 +35,8 @@ def reproduce(rank, world_size, device):
     except RuntimeError as error:
         return f"RuntimeError: {str(error).split(':')[0]}", "a gradient"
     return "a gradient" if model[0].weight.grad is not None else "no gradient", "a gradient"
+
+
+FIX = """
+The hook would have to be registered on a tensor outside of the transform, which FSDP2 does only for outputs that require no gradient inside it.
+"""  # noqa: E501

@@ -39,3 +39,8 @@ def reproduce(rank, world_size, device, workaround=False):
     except RuntimeError as error:
         actual = f"RuntimeError: {str(error).splitlines()[0]}"
     return actual, [[1.0, 1.0]]
+
+
+FIX = """
+``reset_sharded_param`` would have to make the unsharded parameters and all-gather outputs anew if the dtype has changed.
+"""  # noqa: E501

@@ -41,3 +41,15 @@ def reproduce(rank, world_size, device, workaround=False):
             return model(x).item(), 2.0
         except AssertionError as error:
             return str(error), 2.0
+
+
+FIX = """
+tried: 2.13, 2.15
+
+--- torch/distributed/fsdp/_fully_shard/_fully_shard.py
+@@ FSDPModule.set_reshard_after_forward
+                         raise AssertionError
++                    if fsdp_param_group.is_sharded_post_forward:
++                        fsdp_param_group._to_sharded()
+                     fsdp_param_group.post_forward_mesh_info = (
+"""

@@ -32,3 +32,17 @@ def reproduce(rank, world_size, device):
     model.empty = nn.Parameter(torch.ones(0, 4, device=device))
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), shard_placement_fn=lambda param: Shard(1))
     return list(model.empty.to_local().shape), [0, 4 // world_size]
+
+
+FIX = """
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/_fully_shard/_fsdp_common.py
+@@ _get_dim_chunked_size
+-    if chunk.numel() > 0:
++    if chunk.ndim == len(unchunked_size):
+--- torch/distributed/fsdp/_fully_shard/_fsdp_param.py
+@@ FSDPParam._init_sharded_param
+-        length = sharded_param.size(shard_dim) if sharded_param.numel() > 0 else 0
++        length = self.sharded_size[shard_dim]
+"""

@@ -43,3 +43,8 @@ def reproduce(rank, world_size, device, workaround=False):
     grad = model.weight.grad
     local = grad.to_local() if isinstance(grad, DTensor) else grad
     return (type(grad).__name__, local.flatten()[0].item()), ("DTensor", (world_size - 1) / 2)
+
+
+FIX = """
+Compiled autograd would have to run callbacks that eager code queues while a compiled backward runs.
+"""

@@ -50,3 +50,8 @@ def reproduce(rank, world_size, device, workaround=False):
     actual = [model(x).item() for _ in range(2)]
     right = [2.0, 2.0]  # two weights of one, two inputs of one
     return actual, right
+
+
+FIX = """
+``wait_for_unshard`` would have to view the payloads as bytes on one rank too, as PyTorch 2.15 does.
+"""

@@ -47,3 +47,68 @@ def reproduce(rank, world_size, device):
     actual = {"tensors received": received[0], "output": output}
     right = {"tensors received": 2, "output": 2.0}  # two weights of one, two inputs of one
     return actual, right
+
+
+FIX = """
+On a mesh of one rank, all payloads of a parameter are copied: before 2.15 by one foreach operator, also a single one.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py
+@@ FSDPParamGroup.wait_for_unshard [<2.15]
+-                all_gather_input = fsdp_param.all_gather_inputs[0]
++                inputs = fsdp_param.all_gather_inputs
+@@ FSDPParamGroup.wait_for_unshard [<2.15]
+-                    [all_gather_input.numel()],
+-                    [all_gather_input.dtype],
++                    [each.numel() for each in inputs],
++                    [each.dtype for each in inputs],
+@@ FSDPParamGroup.wait_for_unshard [<2.15]
+
+-                tensor = fsdp_param.all_gather_outputs[0]
+-                alloc_storage(tensor)
++                outputs = fsdp_param.all_gather_outputs
++                fsdp_param.alloc_all_gather_outputs()
+
+                 # find alternative way to check if tensor.is_inference
+-                with torch.autograd._unsafe_preserve_version_counter(tensor):
+-                    tensor.copy_(all_gather_input)
++                with torch.autograd._unsafe_preserve_version_counter(tuple(outputs)):
++                    torch._foreach_copy_(outputs, inputs)
+--- torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py
+@@ FSDPParamGroup.wait_for_unshard [>=2.15]
+-                all_gather_input = fsdp_param.all_gather_inputs[0]
++                all_gather_inputs = fsdp_param.all_gather_inputs
+@@ FSDPParamGroup.wait_for_unshard [>=2.15]
+-                    [all_gather_input.numel()],
+-                    [all_gather_input.dtype],
++                    [each.numel() for each in all_gather_inputs],
++                    [each.dtype for each in all_gather_inputs],
+@@ FSDPParamGroup.wait_for_unshard [>=2.15]
+-                tensor = fsdp_param.all_gather_outputs[0]
+-                alloc_storage(tensor)
+-
+-                with (
+-                    torch.autograd._unsafe_preserve_version_counter(tensor)
+-                    if not tensor.is_inference()
+-                    else contextlib.nullcontext()
+-                ):
+-                    # Like the world_size > 1 path, copy a byte payload bytewise
+-                    # into a cached output of another dtype
+-                    if all_gather_input.dtype == torch.uint8:
+-                        tensor = tensor.view(torch.uint8)
+-                    tensor.copy_(all_gather_input)
++                fsdp_param.alloc_all_gather_outputs()
++                for tensor, all_gather_input in zip(
++                    fsdp_param.all_gather_outputs, all_gather_inputs
++                ):
++                    with (
++                        torch.autograd._unsafe_preserve_version_counter(tensor)
++                        if not tensor.is_inference()
++                        else contextlib.nullcontext()
++                    ):
++                        # Like the world_size > 1 path, copy a byte payload bytewise
++                        # into a cached output of another dtype
++                        if all_gather_input.dtype == torch.uint8:
++                            tensor = tensor.view(torch.uint8)
++                        tensor.copy_(all_gather_input)
+"""

@@ -44,3 +44,14 @@ def reproduce(rank, world_size, device, workaround=False):
     except RuntimeError as error:
         return f"RuntimeError: {error}", "no exception"
     return received, [] if workaround else [(world_size, 0)]
+
+
+FIX = """
+The number of rows is computed if there are no elements.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/_fully_shard/_fsdp_param.py
+@@ FSDPParam._unflatten_all_gather_outputs
+-            t.view(-1, *s[1:])
++            t.view(-1 if t.numel() else s[0] * self.mesh_info.shard_mesh_size, *s[1:])
+"""

@@ -41,3 +41,15 @@ def gathers_in_backward(evaluate_first, device, workaround=False):
 
 def reproduce(rank, world_size, device, workaround=False):
     return gathers_in_backward(True, device, workaround), gathers_in_backward(False, device)
+
+
+FIX = """
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py
+@@ FSDPParamGroup._record_post_forward
+         # before the backward, we record each usage (with multiplicity)
++        if not torch.is_grad_enabled():
++            return
+         post_forward_index = len(self.comm_ctx.post_forward_order)
+"""

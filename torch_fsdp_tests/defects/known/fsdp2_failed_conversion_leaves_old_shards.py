@@ -49,3 +49,44 @@ def reproduce(rank, world_size, device, workaround=False):
         return model(x).tolist(), [[4.0, 4.0]]
     except RuntimeError:
         return "raises", "raises"
+
+
+FIX = """
+The shards that were converted are recorded, although the conversion raises.
+tried: 2.13, 2.15
+
+--- torch/distributed/fsdp/_fully_shard/_fully_shard.py
+@@ FSDPModule._apply [<2.15]
+-        ret = super()._apply(*args, **kwargs)  # type: ignore[misc]
++        try:
++            ret = super()._apply(*args, **kwargs)  # type: ignore[misc]
++        except BaseException:
++            with torch.no_grad():
++                for fsdp_param_group in self._get_fsdp_state()._fsdp_param_groups:
++                    for fsdp_param in fsdp_param_group.fsdp_params:
++                        fsdp_param.reset_sharded_param()
++            raise
+--- torch/distributed/fsdp/_fully_shard/_fully_shard.py
+@@ FSDPModule._apply [>=2.15]
+-        ret = super()._apply(fn, recurse=recurse)  # type: ignore[misc]
+-        with torch.no_grad():
+-            for fsdp_param in fsdp_params:
+-                fsdp_param.reset_sharded_param()
+-                if (grad := saved_grads.get(fsdp_param)) is not None:
+-                    param = fsdp_param.sharded_param
+-                    param.grad = grad.to(device=param.device).requires_grad_(
+-                        grad.requires_grad
+-                    )
+-        return ret
++        try:
++            return super()._apply(fn, recurse=recurse)  # type: ignore[misc]
++        finally:
++            with torch.no_grad():
++                for fsdp_param in fsdp_params:
++                    fsdp_param.reset_sharded_param()
++                    if (grad := saved_grads.get(fsdp_param)) is not None:
++                        param = fsdp_param.sharded_param
++                        param.grad = grad.to(device=param.device).requires_grad_(
++                            grad.requires_grad
++                        )
+"""

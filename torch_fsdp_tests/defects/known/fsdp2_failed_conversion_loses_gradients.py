@@ -38,3 +38,33 @@ def reproduce(rank, world_size, device):
         del reference
     grad = layer.weight.grad
     return None if grad is None else grad.to_local().tolist(), [[1.0, 1.0]]
+
+
+FIX = """
+The gradients that were set aside are put back, although the conversion raises.
+tried: 2.15
+
+--- torch/distributed/fsdp/_fully_shard/_fully_shard.py
+@@ FSDPModule._apply
+-        ret = super()._apply(fn, recurse=recurse)  # type: ignore[misc]
+-        with torch.no_grad():
+-            for fsdp_param in fsdp_params:
+-                fsdp_param.reset_sharded_param()
+-                if (grad := saved_grads.get(fsdp_param)) is not None:
+-                    param = fsdp_param.sharded_param
+-                    param.grad = grad.to(device=param.device).requires_grad_(
+-                        grad.requires_grad
+-                    )
+-        return ret
++        try:
++            return super()._apply(fn, recurse=recurse)  # type: ignore[misc]
++        finally:
++            with torch.no_grad():
++                for fsdp_param in fsdp_params:
++                    fsdp_param.reset_sharded_param()
++                    if (grad := saved_grads.get(fsdp_param)) is not None:
++                        param = fsdp_param.sharded_param
++                        param.grad = grad.to(device=param.device).requires_grad_(
++                            grad.requires_grad
++                        )
+"""

@@ -39,3 +39,13 @@ def reproduce(rank, world_size, device, workaround=False):
         return f"an output of {torch.vmap(model)(x).item()}", "an output of 2.0"
     except RuntimeError as error:
         return f"RuntimeError: {str(error)[:60]}", "an output of 2.0"
+
+
+FIX = """
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/_fully_shard/_fsdp_param.py
+@@ set_requires_grad_if_needed
+-        dst_tensor.requires_grad_(src_tensor.requires_grad)
++        dst_tensor.requires_grad = src_tensor.requires_grad
+"""

@@ -48,3 +48,20 @@ def reproduce(rank, world_size, device, workaround=False):
         return model(torch.ones(1, 2, device=device)).item(), 2.0
     except RuntimeError as error:
         return str(error), 2.0
+
+
+FIX = """
+The end of a backward skips modules that are in their forward.
+tried: 2.13, 2.15
+
+--- torch/distributed/fsdp/_fully_shard/_fsdp_state.py
+@@ FSDPState._root_post_backward_final_callback
+             # fresh.
+-            self._state_ctx.iter_forward_root = None
++            if not self._state_ctx.iter_forward_root or len(self._state_ctx.iter_forward_root._modules) > 1:
++                self._state_ctx.iter_forward_root = None
+             for state in self._state_ctx.all_states:
++                if state._training_state == TrainingState.FORWARD and len(state._modules) == 1:
++                    continue
+                 state._modules_to_run_forward.clear()
+"""

@@ -43,3 +43,8 @@ def reproduce(rank, world_size, device):
         return str(model(torch.ones(1, 2, device=device)).dtype), "torch.bfloat16"
     except RuntimeError as error:
         return str(error), "torch.bfloat16"
+
+
+FIX = """
+PyTorch 2.13 does not have it, and its change was not tried with older versions.
+"""

@@ -45,3 +45,18 @@ def reproduce(rank, world_size, device, workaround=False):
     optim.step()
     model.reshard()
     return model[0].weight.full_tensor().tolist(), [[0.875, 0.875]] * 2  # 1 - lr * 0.5
+
+
+FIX = """
+Outputs that are views are copied, so that the hook is on a tensor whose node an in-place operation keeps.
+This costs a copy of each such output, and its memory.
+tried: 2.13, 2.15
+
+--- torch/distributed/fsdp/_fully_shard/_fsdp_state.py
+@@ FSDPState._register_pre_backward_hook
++        if any(t._base is not None for t in collect_grad_tensors(output)):
++            output = _apply_to_tensors(
++                lambda t: t.clone() if t.requires_grad and t._base is not None else t, output
++            )
+         # In eager, register hooks directly on grad-requiring outputs.
+"""

@@ -42,3 +42,16 @@ def reproduce(rank, world_size, device, workaround=False):
         actual = f"RuntimeError: {str(error).splitlines()[0]}"
     right = 1.0  # the input, as a plain module's gradient
     return actual, right
+
+
+FIX = """
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/_fully_shard/_fsdp_param.py
+@@ FSDPParam.init_all_gather_outputs
++    @torch.inference_mode(False)
+     def init_all_gather_outputs(
+@@ FSDPParam.init_unsharded_param
++    @torch.inference_mode(False)
+     def init_unsharded_param(self):
+"""

@@ -41,3 +41,15 @@ def reproduce(rank, world_size, device):
     hidden.register_hook(lambda _: kept.append(given[0]() is not None))
     model[1](hidden).sum().backward()
     return kept, [True]
+
+
+FIX = """
+FSDP2 keeps the input of the hook as long as the input of its own all-reduce.
+tried: 2.9, 2.13
+
+--- torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py
+@@ foreach_reduce
+             all_reduce_hook(reduce_output)
++            all_reduce_input = reduce_output
++            all_reduce_event = all_reduce_stream.record_event()
+"""

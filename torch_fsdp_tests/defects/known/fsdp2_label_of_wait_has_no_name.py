@@ -31,3 +31,19 @@ def reproduce(rank, world_size, device):
         model(torch.ones(1, 4, device=device)).sum().backward()
     labels = {event.key for event in profile.key_averages() if event.key.startswith("FSDP::")}
     return sorted(label for label in labels if label.endswith("()")), []
+
+
+FIX = """
+tried: 2.13, 2.15
+
+--- torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py
+@@ FSDPParamGroup.post_backward [<2.15]
+-            with record_function(f"FSDP::post_backward_rs_wait ({self._module_fqn})"):
++            with record_function(self._with_fqn("FSDP::post_backward_rs_wait")):
+--- torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py
+@@ FSDPParamGroup.post_backward [>=2.15]
+-                with record_function(
+-                    f"FSDP::post_backward_rs_wait ({self._module_fqn})"
+-                ):
++                with record_function(self._with_fqn("FSDP::post_backward_rs_wait")):
+"""

@@ -40,3 +40,8 @@ def reproduce(rank, world_size, device):
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)).to(device)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
     return backward_after_load(model, device), backward_after_load(plain, device)
+
+
+FIX = """
+FSDP2 would have to record the version of each shard in forward, and raise in backward if it differs, which also hits optimizers that step in backward.
+"""  # noqa: E501

@@ -50,3 +50,8 @@ def reproduce(rank, world_size, device, workaround=False):
     model.reshard()
     gradient = model.first.weight.grad
     return None if gradient is None else gradient.full_tensor().tolist(), [[1.0, 1.0]] * 2
+
+
+FIX = """
+Parameters would have to be unsharded when autograd first needs them, and not when the gradient of an output is known.
+"""

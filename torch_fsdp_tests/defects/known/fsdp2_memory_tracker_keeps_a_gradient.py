@@ -39,3 +39,14 @@ def reproduce(rank, world_size, device):
     (actual,) = (nbytes for category, nbytes in snapshot[device].items() if category == "Unsharded Grad")
     right = 0  # the gradient was copied to the input of the reduce-scatter and dropped
     return actual, right
+
+
+FIX = """
+The loop variable is released.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/_tools/fsdp2_mem_tracker.py
+@@ FSDPMemTracker._fsdp_param_group_post_backward
+             self._fsdp_state = _FSDPState.POST_BW
++            unsharded_grad = None
+"""

@@ -51,3 +51,16 @@ def reproduce(rank, world_size, device):
         except (AttributeError, KeyError) as error:
             actual.append(type(error).__name__)
     return actual, ["trains", "trains"]
+
+
+FIX = """
+A module that has not run is not tracked.
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/_tools/fsdp2_mem_tracker.py
+@@ FSDPMemTracker._fsdp_param_group_post_backward
+         def inner(*args: _P.args, **kwargs: _P.kwargs) -> None:
++            if fsdp_mod not in self.memory_tracking:
++                orig_fsdp_param_group_post_backward(*args, **kwargs)
++                return
+"""

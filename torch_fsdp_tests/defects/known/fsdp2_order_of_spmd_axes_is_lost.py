@@ -41,3 +41,8 @@ def reproduce(rank, world_size, device):
     fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
     actual = model.weight.full_tensor().flatten().tolist()
     return actual, [0.0, 1.0, 2.0, 3.0]
+
+
+FIX = """
+``fully_shard`` would have to make a ``_StridedShard`` from the order in the partition spec.
+"""

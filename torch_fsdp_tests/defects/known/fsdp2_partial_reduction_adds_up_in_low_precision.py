@@ -39,3 +39,17 @@ def reproduce(rank, world_size, device, workaround=False):
     model.set_requires_all_reduce(True)
     model(torch.zeros(1, 2, device=device)).sum().backward()
     return model.weight.grad.full_tensor()[0, 0].item(), 258.0
+
+
+FIX = """
+Partial reductions add up in the parameter's dtype. Their sum is all-reduced in ``reduce_dtype``, as any gradient.
+tried: 2.9, 2.13
+
+--- torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py
+@@ foreach_reduce
+-                    partial_reduce_output = reduce_output
++                    partial_reduce_output = reduce_output.to(orig_dtype)
+@@ foreach_reduce
+-                reduce_output += partial_reduce_output
++                reduce_output = (reduce_output + partial_reduce_output).to(reduce_dtype)
+"""

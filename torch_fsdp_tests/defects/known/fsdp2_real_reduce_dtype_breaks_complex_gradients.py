@@ -37,3 +37,13 @@ def reproduce(rank, world_size, device, workaround=False):
     except (TypeError, RuntimeError) as error:
         return f"{type(error).__name__}: {str(error).split(':')[0]}", right
     return f"a gradient of {model.weight.grad.full_tensor()[0, 0].item()}", right
+
+
+FIX = """
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/_fully_shard/_fsdp_param.py
+@@ FSDPParam.init_dtype_attrs
+-        self.reduce_dtype = reduce_dtype
++        self.reduce_dtype = reduce_dtype if self.orig_dtype.is_floating_point else None
+"""

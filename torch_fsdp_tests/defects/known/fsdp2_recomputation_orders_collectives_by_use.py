@@ -85,3 +85,10 @@ def order(is_used, device, mesh, workaround):
 def reproduce(rank, world_size, device, workaround=False):
     mesh = init_device_mesh(device.type, (world_size,))
     return tuple(order(is_used, device, mesh, workaround) for is_used in (False, True))  # on every rank alike
+
+
+FIX = """
+Recomputation all-gathers when autograd needs a saved tensor, and this depends on what a rank uses. Its order among
+reductions would be the same on all ranks if no group were reduced before the last recomputation, but all unsharded
+gradients would then live until the end of backward. Reductions in a process group of their own need no such order.
+"""

@@ -38,3 +38,18 @@ def reproduce(rank, world_size, device):
     except RuntimeError as error:
         return str(error).partition("\n")[0], "runs"
     return "runs", "runs"
+
+
+FIX = """
+A group raises before it becomes the root.
+tried: 2.13
+
+--- torch/distributed/fsdp/_fully_shard/_fsdp_state.py
+@@ FSDPState._lazy_init
+-        self._is_root = True
+         if len(self._modules) > 1:
+@@ FSDPState._lazy_init
+                 f"{self._state_name} requires a single root module but got {self._modules}"
+             )
++        self._is_root = True
+"""

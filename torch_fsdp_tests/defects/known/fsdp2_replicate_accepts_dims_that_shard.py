@@ -37,3 +37,14 @@ def reproduce(rank, world_size, device):
         "replicate() with dp_mesh_dims requires replicate-only dims (no shard dims). Use fully_shard() for sharding."
     )
     return actual, right
+
+
+FIX = """
+A mesh that also shards raises.
+tried: 2.13, 2.15
+
+--- torch/distributed/_composable/replicate_with_fsdp.py
+@@ replicate
+-        if not isinstance(mesh_info, DDPMeshInfo):
++        if type(mesh_info) is not DDPMeshInfo:
+"""

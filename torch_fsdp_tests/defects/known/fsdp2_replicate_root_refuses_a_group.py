@@ -39,3 +39,16 @@ def reproduce(rank, world_size, device, workaround=False):
     except RuntimeError as error:
         actual = str(error)
     return actual, "runs"
+
+
+FIX = """
+A root of ``replicate`` also finds the states of ``fully_shard``.
+tried: 2.13, 2.15
+
+--- torch/distributed/_composable/replicate_with_fsdp.py
+@@ _ReplicateState._get_state_for_module
+-        return _get_module_replicate_state(module)
++        from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
++
++        return _get_module_replicate_state(module) or _get_module_fsdp_state(module)
+"""

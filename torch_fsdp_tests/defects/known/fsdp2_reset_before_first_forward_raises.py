@@ -35,3 +35,14 @@ def reproduce(rank, world_size, device):
         return f"AttributeError: {error}", "reset"
     model(torch.ones(1, 2, device=device)).sum().backward()
     return "reset", "reset"
+
+
+FIX = """
+tried: 2.13
+
+--- torch/distributed/fsdp/_fully_shard/_fully_shard.py
+@@ FSDPModule.reset_iter_state
+         state = self._get_fsdp_state()
++        state._lazy_init()
+         state._reset_iter_state()
+"""

@@ -41,3 +41,8 @@ def reproduce(rank, world_size, device, workaround=False):
     except IndexError as error:
         actual = f"IndexError: {error}"
     return actual, 4.0
+
+
+FIX = """
+PyTorch 2.13 does not have it, and its change was not tried with older versions.
+"""

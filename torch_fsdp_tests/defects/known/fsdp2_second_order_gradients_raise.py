@@ -42,3 +42,8 @@ def reproduce(rank, world_size, device, workaround=False):
     except RuntimeError as error:
         return f"RuntimeError: {str(error).split('.')[0]}", "a gradient"
     return "a gradient", "a gradient"
+
+
+FIX = """
+FSDP2 would have to unshard parameters again in the backward of a gradient, with hooks on the graph that computes it.
+"""

@@ -37,3 +37,20 @@ def reproduce(rank, world_size, device, workaround=False):
     except IndexError as error:
         return f"IndexError: {error}", right
     return model.weight.grad.full_tensor()[0, 0].item(), right
+
+
+FIX = """
+tried: 2.9, 2.13, 2.15
+
+--- torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py
+@@ foreach_all_gather_copy_out [<2.15]
+-        if fsdp_param.fsdp_placement.dim != 0:
++        if fsdp_param.fsdp_placement.dim != 0 and fsdp_param.sharded_state == ShardedState.SHARDED:
+--- torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py
+@@ _default_all_gather_output_fn [>=2.15]
+-        if fsdp_param.fsdp_placement.dim != 0:
++        if (
++            fsdp_param.fsdp_placement.dim != 0
++            and fsdp_param.sharded_state == ShardedState.SHARDED
++        ):
+"""

@@ -40,3 +40,8 @@ def reproduce(rank, world_size, device):
     except ValueError as error:
         actual = f"ValueError: {error}"
     return actual, "accepted"
+
+
+FIX = """
+``fully_shard`` would have to treat an axis of one rank as annotated.
+"""

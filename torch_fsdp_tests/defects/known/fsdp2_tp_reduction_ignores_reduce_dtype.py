@@ -38,3 +38,16 @@ def reproduce(rank, world_size, device, workaround=False):
     (output * (1.0 if rank == 0 else 2.0**-9)).sum().backward()
     actual = norm.bias.grad.full_tensor()[0].item()
     return actual, 1 + 2.0**-9  # bfloat16 rounds this sum to 1
+
+
+FIX = """
+Gradients are cast to ``reduce_dtype`` before they are summed over TP ranks. This costs a copy of each gradient in
+``reduce_dtype``, also without TP, from its own computation to the reduction of its group.
+tried: 2.9, 2.13
+
+--- torch/distributed/fsdp/_fully_shard/_fsdp_param.py
+@@ FSDPParam._get_grad_inner_tensor
+     def _get_grad_inner_tensor(self, grad: torch.Tensor) -> torch.Tensor:
++        grad = grad.to(self.reduce_dtype or grad.dtype)
+         if self.is_dtensor:
+"""

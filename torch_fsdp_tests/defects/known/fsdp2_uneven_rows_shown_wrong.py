@@ -35,3 +35,8 @@ def reproduce(rank, world_size, device, workaround=False):
     if workaround:
         model.reshard()
     return model.weight.full_tensor().flatten().tolist(), [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+FIX = """
+The DTensor over the smaller mesh would have to describe padded chunks, for which DTensor has no placement.
+"""

@@ -52,3 +52,22 @@ def reproduce(rank, world_size, device, workaround=False):
     actual = model(torch.ones(1, 2, device=device, dtype=torch.bfloat16), UserDict if workaround else dict)
     right = 2
     return actual, right
+
+
+FIX = """
+A container is rebuilt only if something in it changes.
+tried: 2.13, 2.15
+
+--- torch/distributed/utils.py
+@@ _apply_to_tensors
+-            return od
++            return x if all(od[key] is value for key, value in x.items()) else od
+@@ _apply_to_tensors
+-            return {key: apply(value) for key, value in x.items()}
++            made = {key: apply(value) for key, value in x.items()}
++            return x if all(made[key] is value for key, value in x.items()) else made
+@@ _apply_to_tensors
+-            return type(x)(apply(el) for el in x)
++            made = [apply(el) for el in x]
++            return x if all(new is old for new, old in zip(made, x)) else type(x)(made)
+"""

@@ -34,3 +34,8 @@ def reproduce(rank, world_size, device, workaround=False):
         model(torch.full((1, 2), x, device=device)).sum().backward()
     actual = model.weight.grad.full_tensor()[0, 0].item()
     return actual, 1.0
+
+
+FIX = """
+The accumulated gradient would have to be an attribute of the unsharded parameter that ``zero_grad`` clears, as in PyTorch 2.15.
+"""  # noqa: E501

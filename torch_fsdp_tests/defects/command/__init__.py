@@ -1,0 +1,1 @@
+"""``python -m torch_fsdp_tests.defects``: finds, lists and tries defects. It needs torch only to try them."""

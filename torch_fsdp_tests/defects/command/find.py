@@ -1,0 +1,135 @@
+"""Which defects fit some words, a traceback, or the features of a program."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Collection, Sequence
+
+from torch_fsdp_tests.defects import registry
+from torch_fsdp_tests.defects.command.ranking import Ranking, words
+from torch_fsdp_tests.defects.registry import Defect, InvalidQuery
+from torch_fsdp_tests.dispatch.features import FEATURES
+
+SHORT = tuple(feature.short for feature in FEATURES if feature.short)
+_INTERFACES = {feature.short for feature in FEATURES if feature.group == "Interfaces"}
+_ABOUT = {feature.short: f"{feature.short} {feature.name} {feature.about}" for feature in FEATURES}
+
+# Chosen with the queries in ``test/harness/inputs/find_queries.json``.
+_WEIGHTS = {
+    "id": 5.0,
+    "title": 2.0,
+    "explanation": 0.9,
+    "error": 1.2,
+    "where": 2.0,
+    "features": 0.2,
+    "workaround": 0.6,
+    "code": 0.25,
+    "upstream": 1.0,
+}
+
+HAS_CONDITION = 0.5  # texts beside an error that fit less say nothing about the defect's condition
+_ISSUE = re.compile(r"(?:https?://\S*/(?:issues|pull)/|\b)(\d{3,})\b\S*")  # by its address or its number
+
+# In a traceback: any frame, the module and the function of a frame of torch or Python, and the exceptions that Python
+# raises by itself in any program.
+_ANY_FRAME = re.compile(r'File ".*", line \d+, in ')
+_FRAME = re.compile(r'File "[^"]*/((?:torch/|python[\d.]*/(?!site-packages))[^"]*)\.py", line \d+, in (\S+)')
+_CODE_OF_TORCH = re.compile(r'File "[^"]*/torch/.*\n.*\n|File ".*\n')  # and the places of the user's code
+_ERROR = re.compile(r"\b\w+(?:Error|Exception)\b")
+_PYTHONS_OWN = {"AttributeError", "IndexError", "KeyError", "TypeError", "ZeroDivisionError"}
+
+
+def fitting(text: str) -> list[Defect]:
+    """The defects that fit words, the number or the address of an issue, or a traceback. The best comes first."""
+    is_error = "\n" in text.strip() or re.match(r"[\w.]*(Error|Exception):", text.strip())
+    return by_traceback(text) if is_error else by_words(text)
+
+
+def by_words(text: str) -> list[Defect]:
+    """The defects that have the most of these words, if they have enough of them. For one word, the worst first."""
+    defects = registry.defects()
+    return [defects[number] for number in _ranking().best(_ISSUE.sub(r"issue\1", text))]
+
+
+def by_traceback(text: str) -> list[Defect]:
+    """The defects whose error is in this text. First are those that name a function near its end, then those whose
+    message has more words, then those whose condition is in the user's code or words, and then the worst."""
+    frames = [(module.replace("/", "."), name) for module, name in _FRAME.findall(text)]
+    found = [defect for defect in registry.defects() if defect.error and _ends_in(defect, text, frames)]
+    condition = _ranking().fits(_beside_the_error(text, found))
+    fits = {defect.id: fit if fit >= HAS_CONDITION else 0 for defect, fit in zip(registry.defects(), condition)}
+
+    def order(defect: Defect) -> tuple[float, ...]:
+        return _distance(defect, frames), -len(words(defect.message)), -fits[defect.id]
+
+    return sorted(found, key=order)
+
+
+def _beside_the_error(text: str, found: Sequence[Defect]) -> str:
+    """The user's code and words, without what all defects with this error have: torch's code and the message."""
+    for defect in found:
+        text = re.sub(rf"(?s)({_ERROR.pattern}: )?{_pattern(defect)}", "", text)
+    return _CODE_OF_TORCH.sub("", text)
+
+
+def _pattern(defect: Defect) -> str:
+    """Matches the message of its error."""
+    return ".*".join(map(re.escape, defect.message.split(" ... ")))
+
+
+def by_features(used: Collection[str]) -> list[Defect]:
+    """The defects that take no other features than these. If none of these is an interface, any interface is allowed.
+
+    Raises :class:`InvalidQuery` for a name that no feature has.
+    """
+    for name in used:
+        if name not in SHORT:
+            raise InvalidQuery(f"there is no feature {name!r}; there are {', '.join(SHORT)}")
+    everything = {*used} if _INTERFACES & {*used} else {*used, *_INTERFACES}
+    return [defect for defect in registry.defects() if everything.issuperset(defect.uses)]
+
+
+def _ends_in(defect: Defect, text: str, frames: Sequence[tuple[str, str]]) -> bool:
+    """Whether the text has the defect's message, and a frame near it.
+
+    A user may have called another function of the same file, unless any program could have the message. If the text
+    has no frames, as when only the message is known, the message is enough.
+    """
+    found = re.search(_pattern(defect), text, re.DOTALL)
+    if not found or not defect.functions or not _ANY_FRAME.search(text):
+        return found is not None
+    if {*defect.functions} & {name for _, name in frames}:
+        return True
+    error = _ERROR.findall(text[: found.end()])[-1:]
+    if {*error} & _PYTHONS_OWN or re.fullmatch(r"\w+", defect.message):
+        return False
+    return any(defect.where.startswith(f"{module}.") for module, _ in frames)
+
+
+def _distance(defect: Defect, frames: Sequence[tuple[str, str]]) -> float:
+    """How many frames lie between the end of a traceback and a function that the defect names."""
+    names = [name for _, name in reversed(frames)]
+    if not defect.functions or not frames:
+        return len(names)
+    return min((names.index(name) for name in defect.functions if name in names), default=len(names) + 1)
+
+
+@functools.cache
+def _ranking() -> Ranking:
+    return Ranking([_fields(defect) for defect in registry.defects()], _WEIGHTS)
+
+
+def _fields(defect: Defect) -> dict[str, str]:
+    about = [defect.component.value, defect.consequence.value, *(_ABOUT[short] for short in defect.uses)]
+    return {
+        "id": defect.id.replace("_", " "),
+        "title": defect.title,
+        "explanation": defect.explanation,
+        "error": defect.error,
+        "where": defect.where,
+        "features": " ".join(about),
+        "workaround": defect.workaround,
+        "code": defect.code,
+        "upstream": _ISSUE.sub(r"issue\1", " ".join(defect.upstream)),
+    }
