@@ -33,7 +33,7 @@ COMMON = {
 def total(report: dict[str, Any]) -> str:
     """The machine and the time of a run, and its last lines."""
     about = f"{plural(report['cores'], 'core')}, torch {report['torch']}, device {report['device']}"
-    hit = f"{plural(len(report['known_defects']), 'known defect')} of torch hit (python -m torch_fsdp_tests.defects)"
+    hit = f"{plural(len(report['known_defects']), 'known defect')} of torch reproduced (python -m torch_fsdp_tests.defects)"
     lines = [hit, closing_line(tally(test["outcome"] for file in report["files"] for test in file["tests"]))]
     on = datetime.datetime.fromisoformat(report["date"])
     ended = f"On {on.day} {on:%B %Y} it ended after {seconds(report['seconds'])} ({about}) with"

@@ -218,7 +218,7 @@ class TestInARun(TestCase):
         self.assertEqual((sorted(shown[SHOWN]), shown[KILLS]), (sorted(known - {of_signal}), [of_signal]))
         of_both = ("test_block_in_a_decorated_test", "test_decorated_shows_one_of_two")
         self.assertEqual(shown[OTHER], [test for test in shown[SHOWN] if test.endswith(of_both)])
-        self.assertIn("3 known defects of torch hit (python -m torch_fsdp_tests.defects)\n", done.stdout)
+        self.assertIn("3 known defects of torch reproduced (python -m torch_fsdp_tests.defects)\n", done.stdout)
         self.assertIn("Known defects", page)
 
         (fixed,) = report["fixed_defects"]

@@ -63,7 +63,7 @@ class _Runner(unittest.TextTestRunner):
             if borrowed := upstream_names.borrowed_in_words():
                 print(borrowed, file=self.stream)
             for defects, words, how in (
-                (testcase.hit, "known defect of torch hit", "by"),
+                (testcase.hit, "known defect of torch reproduced", "by"),
                 (testcase.fixed, "fixed in this PyTorch", "as shown by"),
             ):
                 for defect, tests in defects.items():

@@ -299,7 +299,7 @@ class Console:
             self.say(words)
         self.say(_duration(results))
         if known := results.known_defects():
-            self.say(f"{plural(len(known), 'known defect')} of torch hit (python -m torch_fsdp_tests.defects)")
+            self.say(f"{plural(len(known), 'known defect')} of torch reproduced (python -m torch_fsdp_tests.defects)")
         if results.signal is not None:
             self.say(self._paint(f"stopped by {signal.Signals(results.signal).name} before all tests had run", YELLOW))
         colour = RED if results.failed else YELLOW if results.signal else GREEN if counts[State.PASSED] else BLUE

@@ -211,7 +211,7 @@ def make_parser() -> Parser:
     add("--reruns", type=whole_number(0, MAX_RERUNS), metavar="N", help=words)
     words = "run the selection N times, with a line for each round, until a test fails; with --keep-going count by test"
     add("--repeat", type=whole_number(1, MAX_ROUNDS), metavar="N", help=words)
-    words = "the same for a time such as 90s, 20m or 8h: no round begins that would end later"
+    words = "the same for a time such as 90s, 20m or 8h: no new round if it would overrun"
     add("--for", type=duration, dest="duration", metavar="TIME", help=words)
     add("--fail-on-flaky", **flag, help="fail the run if a test passed only when it was repeated")
     words = "fix these known defects of torch in memory (default: all that have a fix for this version)"
