@@ -258,7 +258,7 @@ class TestReports(TreeCase):
             self.command(),
             self.command("--list"),
             [sys.executable, "-m", "torch_fsdp_tests.dispatch.compare", report, report],
-            [sys.executable, "-m", "torch_fsdp_tests.tools.benchmarks", "--help"],
+            [sys.executable, "-m", "torch_fsdp_tests.tools.benchmark", "--help"],
             [sys.executable, "-m", "torch_fsdp_tests.defects", "--list"],
         ):
             with self.subTest(command), open("/dev/full", "w") as full:
@@ -276,7 +276,7 @@ class TestReports(TreeCase):
     def test_every_command_reports_output_that_cannot_be_written(self):
         """All modules that are programs call ``host.run_command``, except those that only the project starts."""
         started = {"dispatch/child.py", "dispatch/forkserver.py", "ranks/server.py", "device/accelerator_probe.py"}
-        started |= {"tools/mutants/server.py", "tools/benchmarks/harness.py"}
+        started |= {"tools/mutants/server.py", "tools/benchmark.py"}
         programs = {path: text for path, text in modules().items() if '\nif __name__ == "__main__":' in text}
         others = {path for path, text in programs.items() if "host.run_command(" not in text}
         self.assertEqual(others - started, {"__main__.py"})  # the dispatcher

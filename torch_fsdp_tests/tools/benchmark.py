@@ -23,6 +23,7 @@ from pathlib import Path
 
 from torch_fsdp_tests.dispatch.devices import cores
 from torch_fsdp_tests.dispatch.options import Parser
+from torch_fsdp_tests.processes import host
 
 OURS = "torch_fsdp_tests"
 UPSTREAM = "torch.testing._internal"
@@ -158,8 +159,8 @@ def _spread(bounds: Sequence[float], digits: int) -> str:
     return f"({bounds[0]:.{digits}f}-{bounds[1]:.{digits}f})"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="python -m torch_fsdp_tests.tools.benchmarks harness", description=__doc__)
+def main(argv: Sequence[str]) -> int:
+    parser = Parser(prog="python -m torch_fsdp_tests.tools.benchmark", description=__doc__)
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", default=[2, 4, 8], metavar="N", help="world sizes (default: 2 4 8)")
     add("--tests", type=int, default=12, metavar="N", help="tests per file, 2 or more (default: 12)")
@@ -191,3 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\nwhere the seconds of a further test go:\n\n| ranks | harness | {' | '.join(STAGES)} |")
         print("|---" * (2 + len(STAGES)) + "|", *lines, sep="\n")
     return 0
+
+
+if __name__ == "__main__":
+    host.run_command("benchmark", main)
