@@ -18,8 +18,6 @@ from trees import Balanced, fits, schema
 
 from torch_fsdp_tests.defects.command import versions_page
 from torch_fsdp_tests.dispatch import html_report
-from torch_fsdp_tests.tools.mutants import report as mutants
-from torch_fsdp_tests.tools.mutants.outcomes import MutantOutcome
 from torch_fsdp_tests.verdict import RankResult, State
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -64,20 +62,9 @@ def varied() -> dict[str, Any]:
     return a_report(hybrid, offload, selection=f"-i {LONG}", **more)
 
 
-def page_of_mutants() -> str:
-    row: dict[str, Any] = {"name": "all", "share": 0.5, "words": "a condition negated"}
-    row |= {outcome.value: 1 for outcome in MutantOutcome}
-    survived: dict[str, Any] = {"id": f"module:{LONG}:1", "outcome": "survived", "operator": "negate", "module": "m"}
-    survived |= {"path": f"{LONG}.py", "change": f"- {LONG}", "tests": [LONG], "repeat": f"python {LONG}", "line": 1}
-    killed = survived | {"outcome": "killed", "by": f"test::{LONG}", "how": "failed", "seconds": 1.0}
-    about = {"torch": "2.13.0", "python": "3.11", "device": "cpu", "package": "torch.distributed.fsdp", "selected": 3}
-    tables = {"families": [row], "modules": [row], "kinds": [row], "ways": {"failed": 1}, "excluded": {LONG: 2}}
-    return mutants.render({**about, **row, **tables, "median_seconds": 1.0, "mutants": [survived, killed]})
-
-
 @functools.cache
 def pages() -> dict[str, str]:
-    return {"report": html_report.render(varied()), "mutants": page_of_mutants(), "defects": versions_page.render()}
+    return {"report": html_report.render(varied()), "defects": versions_page.render()}
 
 
 class TestContent(unittest.TestCase):

@@ -59,7 +59,6 @@ class TestHarnessBenchmark(TestCase):
         self.assertIn("| 2 | 0.400 | 4.00 | 10 (10-10) | 2.0 | 20.0 | 10.0 (10.0-10.0) |", self.stdout.getvalue())
         self.assertIn("| 4 | upstream | 1.000 | 1.000 | 0.500 | 1.500 |", self.stdout.getvalue())
 
-
     def test_wrong_arguments_are_refused(self):
         assert_rejected(self, harness.main, [(["--tests", "1"], "--tests must be 2 or more")])
 

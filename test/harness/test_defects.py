@@ -23,9 +23,9 @@ from runs import ROOT, assert_rejected, outputs, run_beside
 from sources import TESTS_OF_FSDP, trees
 
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, TestCase, run_tests
-from torch_fsdp_tests.defects.command import main as defects_main
 from torch_fsdp_tests.defects import registry
 from torch_fsdp_tests.defects.command import launch, texts, trial
+from torch_fsdp_tests.defects.command import main as defects_main
 from torch_fsdp_tests.defects.command.main import main
 from torch_fsdp_tests.defects.registry import Answer, Component, Consequence, Defect, Exposure
 from torch_fsdp_tests.device import accelerator

@@ -75,7 +75,9 @@ class TestLayers(TestCase):
         self.assertEqual([f"{name} imports {each}" for name, each in pairs if not is_above(name, each)], [])
 
     def test_no_test_case_imports_the_dispatcher(self):
-        bases = [name for name in graph(ast.walk) if room(name).startswith(TEST_BASES) and room(name) != "defects.command"]
+        bases = [
+            name for name in graph(ast.walk) if room(name).startswith(TEST_BASES) and room(name) != "defects.command"
+        ]
         self.assertGreater(len(bases), 60)
         actual = [(name, each) for name in bases for each in graph(ast.walk)[name] if each.startswith("dispatch")]
         self.assertEqual(actual, [])

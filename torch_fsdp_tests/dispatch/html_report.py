@@ -35,7 +35,6 @@ from torch_fsdp_tests.verdict import (
     tally,
 )
 
-_WIDTH, _LEFT, _ROW = 1130, 84, 26
 _SLOWEST = 15
 _REASONS = 1  # reasons of a feature that are shown without a click
 
@@ -49,8 +48,6 @@ STATES = {
     "skipped": ("skip", "-"),
     "not run": ("skip", "·"),
 }
-# The legend of the timeline.
-_KEY = {"passed": "passed", "failed": "failed", "flaky": "flaky, or failed as expected", "skipped": "nothing executed"}
 TOTALS = {state: state for state in STATES} | {
     "known failure": "known to fail",
     "known defect": "show known defects",
@@ -443,50 +440,6 @@ def _notes(data: Mapping[str, Any]) -> str:
 # --- where the time went, and every test ------------------------------------------------------------------------------
 
 
-def _timeline(data: Mapping[str, Any]) -> str:
-    """Show slots downwards and seconds to the right, with a box for each process on the slots that it was lent."""
-    if data["rounds"] is not None:
-        return ""  # a file has a process in each round
-    total = max(data["seconds"], 0.001)
-    scale = (_WIDTH - _LEFT - 20) / total
-    height = _ROW * len(data["slots"]) + 24
-    steps = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 7200)
-    step = next((s for s in steps if total / s <= 12), 14400)
-    parts = []
-    for tick in range(int(total / step) + 1):
-        x, at = _LEFT + tick * step * scale, tick * step
-        parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height - 20}"/>')
-        words = f"{at:g} s" if step < 60 else f"{at / 60:g} min"
-        parts.append(f'<text x="{x:.1f}" y="{height - 6}" text-anchor="middle">{words}</text>')
-    for row, slot in enumerate(data["slots"]):
-        label = slot if not str(slot).isdecimal() else f"{data['device']} {slot}"
-        parts.append(f'<text x="0" y="{row * _ROW + 17}">{escape(str(label))}</text>')
-    for file in data["files"]:
-        for attempt in file["attempts"]:
-            x, width = _LEFT + attempt["began"] * scale, max(2.0, (attempt["ended"] - attempt["began"]) * scale - 1)
-            kind = STATES["failed" if attempt["failed"] else _state_of_file(file)][0]
-            name = _name(file).rpartition("/")[2].removeprefix("test_")
-            title = escape(f"{_name(file)}: {seconds(attempt['ended'] - attempt['began'])}, {_ending(attempt)}")
-            for slot in attempt["slots"]:
-                y = slot * _ROW + 2
-                parts.append(
-                    f'<g><title>{title}</title><rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_ROW - 4}" '
-                    f'rx="3" fill="var(--{kind})"/>'
-                )
-                room = int((width - 8) / 6.2)
-                if room > 2:
-                    short = name if len(name) <= room else name[: room - 1] + "…"
-                    parts.append(f'<text class="name" x="{x + 5:.1f}" y="{y + 15}">{escape(short)}</text>')
-                parts.append("</g>")
-    label = "Timeline of slots and the files on them"
-    key = "".join(
-        f'<span><span class="{STATES[state][0]}" aria-hidden=true>■</span> {words}</span>'
-        for state, words in _KEY.items()
-    )
-    svg = f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
-    return f"<div class=scroll tabindex=0>{svg}</div><div class='dim key'>{key}</div>"
-
-
 def _spread(test: Mapping[str, Any]) -> str:
     """Show the seconds of a test, and over several rounds between which seconds half of them took."""
     spread = (test["rounds"] or {}).get("seconds")
@@ -557,7 +510,6 @@ def render(data: Mapping[str, Any]) -> str:
         Section("Known defects", defects_table(data["known_defects"]), len(data["known_defects"]), has_items=True),
         Section("Skipped, by reason", _skips(data)),
         Section("Notes", _notes(data)),
-        Section("Timeline", _timeline(data)),
         Section("Slowest tests", _slowest(data), has_items=True),
         Section("Tests", _tests(data), sum(len(_tests_of(file)) for file in data["files"]), has_items=True),
     ]

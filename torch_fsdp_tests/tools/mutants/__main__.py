@@ -80,7 +80,7 @@ def _main(options: Namespace) -> ExitStatus:
         if options.save_kills is not None:
             report.save_kills(options.save_kills, findings)
     print(report.text(data))
-    _say(f"report: {os.path.relpath(options.output / report.PAGE)}")
+    _say(f"report: {os.path.relpath(options.output / report.FILE)}")
     return status
 
 

@@ -90,6 +90,11 @@ class Tests:
         edit = Edit(mutant.function, "\n".join(mutant.change), around, messages(mutant.statement), statements)
         return self._order.sort(self._of(mutant), [edit])
 
+    def code(self, mutant: Mutant) -> str:
+        """A digest of the source of the function or class that the mutant changes."""
+        text = self._code(mutant.module, mutant.path).text(mutant.function, of_classes=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
     def has_statement(self, mutant: Mutant) -> bool:
         """Whether the map tells which tests run the statement. Otherwise the tests of its function may not run it."""
         return self._statement(mutant) is not None and self._has_statements(mutant.module)

@@ -36,6 +36,7 @@ class MutantResult:
     path: str = ""
     line: int = 0
     change: str = ""
+    code: str = ""  # of the function; in the list of equivalent mutants it tells when an entry is out of date
     by: str = ""  # the test that killed it, as file::Class.test
     how: str = ""  # its state: failed, error, crashed, timed out
     why: str = ""  # one line: the test's message, the argument, or why it was not reached

@@ -1,4 +1,4 @@
-"""The results of a run over mutants: as data, as a page, and in words."""
+"""The results of a run over mutants: as data and in words."""
 
 from __future__ import annotations
 
@@ -8,20 +8,15 @@ import shlex
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests.dispatch import page
 from torch_fsdp_tests.dispatch.atomic import write_text
-from torch_fsdp_tests.dispatch.listing import seconds
-from torch_fsdp_tests.dispatch.page import Section
 from torch_fsdp_tests.tools.mutants.kinds import KINDS
 from torch_fsdp_tests.tools.mutants.outcomes import MutantOutcome, MutantResult
 
 VERSION = 1
-RECORD, FILE, PAGE = "findings.jsonl", "mutants.json", "mutants.html"
-_SHOWN = 400  # the most tests that the page names for a mutant that survived
+RECORD, FILE = "findings.jsonl", "mutants.json"
 _TEST = re.compile(r"[\w/]+::[\w.]+")  # what killed a mutant, if it was a test, and not a whole file or a program
 
 
@@ -63,9 +58,8 @@ def _row(name: str, findings: Sequence[MutantResult]) -> dict[str, Any]:
 
 
 def write(folder: Path, data: Mapping[str, Any]) -> None:
-    """Write the data as JSON and as a page. Raises ``OSError``."""
+    """Write the data as JSON. Raises ``OSError``."""
     write_text(folder / FILE, json.dumps(data, indent=1) + "\n")
-    write_text(folder / PAGE, render(data))
 
 
 def save_kills(path: Path, findings: Iterable[MutantResult]) -> None:
@@ -94,83 +88,3 @@ def text(data: Mapping[str, Any]) -> str:
         ways = ", ".join(f"{number} {way}" for way, number in data["ways"].items())
         lines.append(f"killed by tests that ended as: {ways}; half of them within {data['median_seconds']:g} s")
     return "\n".join([*lines, *(f"not tried: {n:5}  {reason}" for reason, n in data["excluded"].items())])
-
-
-def _table(title: str, rows: Iterable[Mapping[str, Any]]) -> str:
-    cells = []
-    for row in rows:
-        words = f" <span class=dim>{escape(row['words'])}</span>" if row.get("words") else ""
-        counts = (str(row[outcome.value] or "") for outcome in MutantOutcome)
-        cells.append([page.code(row["name"]) + words, *counts, _percent(row["share"])])
-    titles = [(title, ""), *((outcome.value, "n") for outcome in MutantOutcome), ("share killed", "n")]
-    return page.table(titles, cells, stack=True)
-
-
-def _mutant(entry: Mapping[str, Any]) -> str:
-    """Show a mutant that survived: the change and its place, the tests that ran, and the command that repeats it."""
-    tests = entry.get("tests", ())
-    parts = [f"<div class=dim>{page.text(entry.get('path', ''))}:{entry.get('line', '')}</div>"]
-    parts.append(page.pre(entry.get("change", "")))
-    if why := entry.get("why"):
-        parts.append(f"<p>{escape(why)}</p>")
-    if tests:
-        more = f"\n... and {len(tests) - _SHOWN} more" if len(tests) > _SHOWN else ""
-        names = "\n".join(tests[:_SHOWN]) + more
-        parts.append(page.folded(f"{len(tests)} tests ran", page.pre(names)))
-    parts.append(page.command(entry["repeat"]))
-    about = escape(KINDS.get(entry["operator"], ""))
-    head = f"{page.code(entry['id'])} <span class=dim>{about}</span>"
-    attributes = page.item(entry["outcome"], is_test=True)
-    return page.folded(head, "".join(parts), is_open=entry["outcome"] == MutantOutcome.SURVIVED, attributes=attributes)
-
-
-def _killed(entries: Iterable[Mapping[str, Any]]) -> str:
-    rows = []
-    for entry in entries:
-        cells = [page.code(entry["id"]), page.code(entry.get("by", "")), escape(entry.get("how", ""))]
-        cells.append(seconds(entry.get("seconds", 0.0)))
-        rows.append(page.Row(cells, page.item(entry["outcome"], is_test=True)))
-    table = page.table([("mutant", ""), ("killed by", ""), ("how", ""), ("time", "n")], rows, stack=True)
-    return page.folded(f"{len(rows)} mutants", table, attributes=page.CONTAINER) if rows else ""
-
-
-def _head(data: Mapping[str, Any]) -> str:
-    """Show the share of the mutants that were killed, the package, and the place of the run."""
-    kinds = {MutantOutcome.KILLED: "ok", MutantOutcome.SURVIVED: "bad", MutantOutcome.UNDECIDED: "warn"}
-    boxes = [
-        (str(data[outcome.value]), outcome.value, kinds.get(outcome, "skip") if data[outcome.value] else "none")
-        for outcome in MutantOutcome
-    ]
-    if data["median_seconds"] is not None:
-        boxes.append((seconds(data["median_seconds"]), "until half were killed", ""))
-    about = {name: page.text(data[name]) for name in ("torch", "device", "package")}
-    about["Python"] = page.text(data["python"])
-    tried, selected = len(data["mutants"]), data["selected"]
-    rest = f"<p>{tried} of {selected} mutants were tried; --resume continues.</p>" if tried < selected else ""
-    return (
-        f"<div class=kind>Mutants of FSDP</div><h1>Mutants of FSDP: {_percent(data['share']) or 'nothing'} killed</h1>"
-        f"{page.sums(boxes)}{page.facts(about.items())}{rest}"
-    )
-
-
-def render(data: Mapping[str, Any]) -> str:
-    """The page of a run over mutants, from its data."""
-    by_outcome = {outcome: [e for e in data["mutants"] if e["outcome"] == outcome.value] for outcome in MutantOutcome}
-    excluded = [[str(number), escape(reason)] for reason, number in data["excluded"].items()]
-    ways = [[str(number), escape(way)] for way, number in data["ways"].items()]
-    parts = [
-        Section("Survived", "".join(map(_mutant, by_outcome[MutantOutcome.SURVIVED])), data["survived"], True),
-        Section("By part", _table("part", data["families"])),
-        Section("By module", _table("module", data["modules"])),
-        Section("By kind", _table("kind", data["kinds"])),
-        *(
-            Section(outcome.value.capitalize(), "".join(map(_mutant, by_outcome[outcome])), data[outcome.value], True)
-            for outcome in (MutantOutcome.UNDECIDED, MutantOutcome.NOT_REACHED, MutantOutcome.EQUIVALENT)
-        ),
-        Section("Killed, by outcome of the test", page.table([("mutants", "n"), ("the test", "")], ways)),
-        Section("Killed", _killed(by_outcome[MutantOutcome.KILLED]), data["killed"], True),
-        Section("Not tried, in all of the package", page.table([("mutants", "n"), ("reason", "")], excluded)),
-    ]
-    filters = page.filters([outcome.value for outcome in MutantOutcome if by_outcome[outcome]], things="mutants")
-    title = "Mutants of FSDP"
-    return page.document(title, [_head(data), page.sections(parts, filters)])

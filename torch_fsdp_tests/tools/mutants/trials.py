@@ -99,9 +99,10 @@ class Trials:
         finding = MutantResult(
             mutant.id, mutant.module, mutant.family, mutant.operator, MutantOutcome.UNDECIDED, str(mutant.path)
         )
-        finding = dataclasses.replace(finding, line=mutant.line, change=mutant.diff)
+        code = self._tests.code(mutant)
+        finding = dataclasses.replace(finding, line=mutant.line, change=mutant.diff, code=code)
         argued = self._argued.get(mutant.id)
-        if argued is not None and argued["change"] == finding.change:
+        if argued is not None and (argued["change"], argued["code"]) == (finding.change, code):
             return dataclasses.replace(finding, outcome=MutantOutcome.EQUIVALENT, why=argued["why"])
         executed: list[str] = []
         seconds = 0.0
