@@ -485,8 +485,10 @@ class TestOptions(unittest.TestCase):
         run = self.parse("--shard", "2", "3", "--seed", "7", "-i", "a", "b", "-i", "c", "--pipe-logs")
         self.assertEqual((run.shard, run.num_shards, run.seed, run.shuffle), (2, 3, 7, True))
         self.assertEqual((run.include, run.pipe_logs, run.logs_by_option), (("a", "b", "c"), True, True))
-        run = options.parse(["--list", "--", "--locals", "--"], {}, ROOT)
-        self.assertEqual(run.arguments, ("--locals", "--"))
+        run = options.parse(["--list", "--", "--locals", "--", "-v", "--seed"], {}, ROOT)
+        self.assertEqual(run.arguments, ("--locals", "--", "-v", "--seed"))
+        others = ["--list", "--test-directory", str(ROOT), "--", "--device"]
+        self.assertEqual(options.parse(others, {}, ROOT).arguments, ("--device",))
 
     def test_command_lines_of_upstreams_ci(self):
         lines: dict[str, dict[str, object]] = {
@@ -595,6 +597,8 @@ class TestOptions(unittest.TestCase):
             ("-f", "a"): "unrecognized arguments: -f; --help shows all options\n",
             ("--xyzzy=1",): "unrecognized arguments: --xyzzy=1; --help shows all options\n",
             ("--nope",): "unrecognized arguments: --nope; --help shows all options\n",  # dashes do not count
+            ("--with-fixes", "--", "-i", "smoke"): "-i follows --, so test files would get it: put it before --\n",
+            ("--", "-v", "--shard=1"): "--shard=1 follows --",
             ("--json",): "--json can only be used with --dry-run",
             ("--compare", "/nowhere"): "there is no file /nowhere",
             ("--test-directory", "/nowhere"): "/nowhere does not exist; name one",

@@ -253,6 +253,7 @@ class TestInARun(TestCase):
     def test_id_that_has_no_fix(self):
         cases = {
             "fsdp2_late_gradient": f"there is no fix of 'fsdp2_late_gradient'; did you mean {SECOND}?",
+            "smoke": "there is no fix of 'smoke'; python -m torch_fsdp_tests.defects --list shows the ids",
             "fsdp2_second_order_gradients_raise": "fsdp2_second_order_gradients_raise has no fix: FSDP2 would",
         }
         arguments = [(("--with-fixes", id), f"--with-fixes: {words}") for id, words in cases.items()]

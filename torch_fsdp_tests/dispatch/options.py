@@ -46,6 +46,19 @@ WITHOUT_EFFECT_WITH_VALUE = (
     *("--dist", "-dist", "--numprocesses", "-n", "-p", "-o", "-W", "-r", "--maxfail", "--durations", "--durations-min"),
     *("--junitxml", "--junit-xml", "--junit-xml-reruns", "--import-mode", "--rootdir", "--log-level"),
 )
+# Options that test files have as well, behind ``--``.
+_OF_TEST_FILES = {
+    "-k",
+    "-v",
+    "--verbose",
+    "-c",
+    "-h",
+    "--help",
+    "--seed",
+    "--repeat",
+    "--showlocals",
+    "--no-showlocals",
+}
 # Fields that an ordinary command line of this suite leaves alone, and one of PyTorch's CI does not.
 _SIGNS_OF_CI = ("without_effect", "distributed_only", "without_distributed")
 
@@ -60,13 +73,16 @@ class Parser(argparse.ArgumentParser):
         if (word := message.removeprefix("unrecognized arguments: ")) != message:
             import difflib  # imported late, because it is rarely needed
 
-            options = {name: action for name, action in self._option_string_actions.items() if name.startswith("--")}
-            names = [name.strip("-") for name, action in options.items() if action.help != argparse.SUPPRESS]
+            names = [name.strip("-") for name in self.shown_options() if name.startswith("--")]
             typed = word.split()[0].partition("=")[0].strip("-")
             begun = [name for name in names if len(typed) > 1 and name.startswith(typed)]
             close = begun or difflib.get_close_matches(typed, names, n=1)
             message += f"; did you mean --{close[0]}?" if close else "; --help shows all options"
         self.exit(ExitStatus.USAGE_ERROR, f"{self.prog}: {message}\n")
+
+    def shown_options(self) -> list[str]:
+        """The options that ``--help`` shows."""
+        return [name for name, each in self._option_string_actions.items() if each.help != argparse.SUPPRESS]
 
 
 def whole_number(least: int, most: int) -> Callable[[str], int]:
@@ -363,7 +379,8 @@ def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path, launc
     if "fail_fast" in given and "keep_going" not in given:
         fields["keep_going"] = False  # the option overrides CONTINUE_THROUGH_ERROR
     run = RunTests(**fields)
-    problem = _launch_problem(launch, run) or _problem(run, rerun_asked="rerun_disabled" in given)
+    problem = _misplaced(run, parser) or _launch_problem(launch, run)
+    problem = problem or _problem(run, rerun_asked="rerun_disabled" in given)
     if problem is not None:
         parser.error(problem)
     return run
@@ -379,6 +396,13 @@ def _remarks(given: Mapping[str, Any], nothing: Sequence[str], environment: Mapp
         yield f"files that {settings.TESTS_VARIABLE} does not name are left out"
     if "shard" not in given and (parts := settings.shard(environment)) != (1, 1):
         yield f"{settings.SHARD_VARIABLE} selects part {parts[0]} of {parts[1]}"
+
+
+def _misplaced(run: RunTests, parser: Parser) -> str | None:
+    """A sentence about an option that the suite's test files would reject, or None. Other files may have any option."""
+    own = {*parser.shown_options()} - _OF_TEST_FILES if run.test_directory == run.default_directory else ()
+    found = next((word for word in run.arguments if word.partition("=")[0] in own), None)
+    return found and f"{found} follows --, so test files would get it: put it before --"
 
 
 def _problem(run: RunTests, rerun_asked: bool) -> str | None:

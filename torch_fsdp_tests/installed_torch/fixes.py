@@ -146,7 +146,8 @@ def fix(id: str) -> Fix:
     """Read a fix. Raises :class:`NotFixed` for an unknown id, and ``ValueError`` for a text that cannot be read."""
     if id not in ids():
         near = difflib.get_close_matches(id, ids(), n=1)
-        raise NotFixed(f"there is no fix of {id!r}" + f"; did you mean {near[0]}?" * bool(near))
+        step = f"did you mean {near[0]}?" if near else "python -m torch_fsdp_tests.defects --list shows the ids"
+        raise NotFixed(f"there is no fix of {id!r}; {step}")
     words: list[str] = []
     tried: tuple[str, ...] = ()
     path, hunks = "", list[Hunk]()
