@@ -94,6 +94,12 @@ class TestBadEnds(TreeCase):
         self.assertLess(hangs["attempts"][0]["ended"] - hangs["attempts"][0]["began"], 6)
         self.assertGreater({test["test"]: test["seconds"] for test in hangs["tests"]}["TestX.test_2"], 0.1)
 
+    def test_characters_that_the_encoding_of_the_output_lacks(self):
+        files = {"test_x": body("self.fail('\u2192 x')", "pass")}
+        for encoding in ("ascii", "latin-1"):
+            fresh = {"env": {"PYTHONIOENCODING": encoding}, "preexec_fn": lambda: None}
+            self.check(files, passed=1, failed=1, says=[r"AssertionError: \\u2192 x"], **fresh)
+
 
 class TestSelecting(TreeCase):
     """Without it, a word could select other tests than the user named."""

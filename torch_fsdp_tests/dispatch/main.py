@@ -42,7 +42,7 @@ def main(argv: Sequence[str], root: Path) -> ExitStatus:
 
     If a launcher made this process, rank 0 is the dispatcher, and the other ranks work for it.
     """
-    host.replace_closed_streams()
+    host.prepare_streams()
     host.exit_on_signals()
     try:
         launch = launcher.from_environment(os.environ)

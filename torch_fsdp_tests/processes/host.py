@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import io
 import os
 import signal
 import socket
@@ -51,13 +52,18 @@ def drop_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def replace_closed_streams() -> None:
-    """Open the null device for each closed standard stream. Otherwise a file would be opened in its place."""
+def prepare_streams() -> None:
+    """Open the null device for each closed standard stream. Otherwise a file would be opened in its place.
+
+    What the encoding of an output lacks is escaped, so that no text can end the program.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
             os.set_inheritable(number, True)
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))
+        if isinstance(stream := getattr(sys, name), io.TextIOWrapper) and number:
+            stream.reconfigure(errors="backslashreplace")
 
 
 def run_command(name: str, main: Callable[[Sequence[str]], int]) -> NoReturn:
@@ -66,7 +72,7 @@ def run_command(name: str, main: Callable[[Sequence[str]], int]) -> NoReturn:
     The exit status is 130 if the command was interrupted, 141 if the program that read its output ended, and 3, with
     one sentence, if something could not be read or written. The output of a closed stream is lost.
     """
-    replace_closed_streams()
+    prepare_streams()
     status: int | str | None
     try:
         try:
