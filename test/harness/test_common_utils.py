@@ -466,6 +466,12 @@ class RunTestsTest(TestCase):
         self.assertEqual(len(re.findall(r"ours\.py::\w+::test_", text)), 9, text)
         self.assertNotIn("::run_tests", text)
 
+    @unittest.skipIf(importlib.util.find_spec("pytest") is None, "pytest is not installed")
+    def test_pytest_shows_leaks_after_its_summary(self):
+        text = self.call_module("pytest", "-q", "-p", "no:cacheprovider", str(self.ours), "-k", "Beta")
+        self.assertRegex(text, r"\d passed.*\nleak: \S*Beta\.test_leaks left the environment variable")
+        self.assertNotIn("Traceback", text)
+
     def test_the_seed_reaches_tests_and_environment(self):
         file = self.ours.with_name("seeded.py")
         file.write_text(SEEDED.format(variable=SEED_VARIABLE))

@@ -245,7 +245,7 @@ class LeakNotes:
         if self._owner != os.getpid():  # a forked rank has its own notes, not a copy of its parent's
             self._owner = os.getpid()
             self._notes = {}
-            atexit.register(self.report, sys.stderr)
+            atexit.register(lambda: self.report(sys.stderr))  # as it is then: pytest closes what it is now
         for leak in leaks:
             self._notes.setdefault(leak, []).append(test)
             events.note(f"{test} {leak}")
