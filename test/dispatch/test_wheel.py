@@ -142,6 +142,9 @@ class TestWheel(TreeCase):
         expected = {str(path.relative_to(CHECKOUT)) for path in files if path.suffix in (".py", ".json", ".txt")}
         tools = {name for name in expected if name.startswith("torch_fsdp_tests/tools/")}
         self.assertEqual(expected - names, tools)
+        done = self.installed("python", "-m", "torch_fsdp_tests.tools.mutants")
+        self.assertIn("torch_fsdp_tests.tools is not installed with the suite: run it in a checkout", done.stderr)
+        self.assertNotIn("testing._internal", done.stderr)
 
     def test_help_names_the_folder_of_the_documents(self):
         shown = self.installed("torch-fsdp-tests", "--help").stdout

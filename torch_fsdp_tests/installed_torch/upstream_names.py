@@ -314,6 +314,8 @@ def spec(missing: str) -> importlib.machinery.ModuleSpec:
 
     Raises ``ModuleNotFoundError``, with what to do, if the installed torch lacks it as well.
     """
+    if missing.partition(".")[0] == "tools":
+        raise ModuleNotFoundError(f"{PACKAGE}.tools is not installed with the suite: run it in a checkout")
     if _spec(missing) is not None:
         return importlib.machinery.ModuleSpec(f"{PACKAGE}.{missing}", _Borrowed(), is_package=True)  # type: ignore[arg-type]
     # The exception gets no name, because "from package import name" would hide it.
