@@ -491,6 +491,18 @@ class TestReruns(TreeCase):
         self.assertIn("none of the selected tests failed when they were last run here on ", self.err)
         self.assertEqual(os.listdir(self.root / "test-reports"), ["failed.json"])
 
+    def test_each_test_has_its_own_reruns(self):
+        """A test that ends the process does not use up the rerun of one that had not run yet."""
+        once = "m = {!r}; exists = os.path.exists(m); open(m, 'w').close(); exists or {}"
+        lines = [("dies", "os.kill(os.getpid(), 9)"), ("fails", "self.fail()")]
+        dies, fails = (once.format(str(self.root / name), how) for name, how in lines)
+        self.check({"test_x": body(dies, fails, "pass")}, ["--reruns", "1"], passed=3, says=["3 attempts"])
+        again = body(dies, "os.kill(os.getpid(), 9)", fails, name="TestY")
+        for name, _ in lines:
+            (self.root / name).unlink()
+        # What the process never reaches in as many attempts as a test has is not run.
+        self.check({"test_x": again}, ["--reruns", "1"], passed=1, failed=1, says=["not reached: TestY.test_3"])
+
     def test_failed_ignores_tests_and_files_that_are_gone(self):
         """They are not reported as unknown names."""
         self.check({"test_x": body("self.fail()", "self.fail()"), "test_y": FAIL}, ["--keep-going"], failed=3)

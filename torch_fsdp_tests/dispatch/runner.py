@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import os
@@ -30,6 +31,7 @@ from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.processes.children import Children
 from torch_fsdp_tests.settings import BACKEND_VARIABLE, DEVICE_VARIABLE, RANKS_VARIABLE
 from torch_fsdp_tests.verdict import Scope, State, events
+from torch_fsdp_tests.verdict.stream import TestResult
 
 UNKNOWN_LIMIT = 1800.0  # seconds for a file of unknown time; same as upstream
 MIN_LIMIT = 600.0  # seconds; a busy machine is slower than the one that recorded the times
@@ -332,8 +334,8 @@ class Runner:
 
     def _finish(self, waiting: _Waiting, attempt: Attempt) -> None:
         attempts = (*waiting.attempts, attempt)
-        if attempt.is_bad and len(attempts) <= self._run.reruns and not self._stopping:
-            self._queue.insert(0, _Waiting(waiting.job, attempts, _to_repeat(attempt)))
+        if not self._stopping and (failures := _repeatable(attempts, self._run.reruns)):
+            self._queue.insert(0, _Waiting(waiting.job, attempts, _to_repeat(attempt, failures)))
             return
         file = FileResult(attempts)
         self._take_result(file)
@@ -350,9 +352,20 @@ class Runner:
         self._keep(self.results)
 
 
-def _to_repeat(attempt: Attempt) -> tuple[str, ...] | None:
-    """Tests for the next process: those that failed or did not run. All tests, if no single test is to blame."""
-    bad = [test for test in attempt.tests if test.outcome.is_bad]
-    if any(test.scope is not Scope.TEST for test in bad):
+def _repeatable(attempts: Sequence[Attempt], reruns: int) -> list[TestResult]:
+    """The failures of the last attempt that have not been repeated as often as they may be.
+
+    There are none if a class or the file has failed too often: its tests would pass or fail without it.
+    """
+    times = collections.Counter(test.name for attempt in attempts for test in attempt.tests if test.outcome.is_bad)
+    bad = [test for test in attempts[-1].tests if test.outcome.is_bad]
+    if any(test.scope is not Scope.TEST and times[test.name] > reruns for test in bad):
+        return []
+    return [test for test in bad if times[test.name] <= reruns]
+
+
+def _to_repeat(attempt: Attempt, failures: Sequence[TestResult]) -> tuple[str, ...] | None:
+    """Tests for the next process: these failures and what did not run. All tests, if no single test is to blame."""
+    if any(test.scope is not Scope.TEST for test in failures):
         return None
-    return tuple(test.name for test in attempt.tests if test.outcome.is_bad or test.outcome is State.NOT_RUN)
+    return tuple(test.name for test in attempt.tests if test in failures or test.outcome is State.NOT_RUN)
