@@ -211,14 +211,12 @@ def is_on(variable: str, environment: Mapping[str, str]) -> bool:
 def perturbations(environment: Mapping[str, str]) -> tuple[str, ...]:
     """The kinds of perturbations, none by default. Raises :class:`ConfigurationError` for an unknown kind."""
     names = tuple(filter(None, environment.get(PERTURB_VARIABLE, "").split(",")))
-    if names == ("all",):
-        return tuple(PERTURBATIONS)
     for name in names:
-        if name not in PERTURBATIONS:
+        if name not in (*PERTURBATIONS, "all"):
             raise ConfigurationError(
                 f"there is no perturbation {name!r}; there are: {', '.join(PERTURBATIONS)}, or all"
             )
-    return names
+    return tuple(PERTURBATIONS) if "all" in names else names
 
 
 def whole(variable: str, text: str, most: int) -> int:

@@ -277,9 +277,9 @@ class TestNames(TestCase):
 
     def test_parse(self):
         parse = lambda text: settings.perturbations({settings.PERTURB_VARIABLE: text})  # noqa: E731
-        self.assertEqual(parse("all"), tuple(settings.PERTURBATIONS))
+        self.assertEqual((parse("all"), parse("eval,all")), (tuple(settings.PERTURBATIONS),) * 2)
         self.assertEqual((parse("eval,to"), parse("")), (("eval", "to"), ()))
-        for wrong in ("evaluation", "eval,all"):
+        for wrong in ("evaluation", "all,evaluation"):
             with self.assertRaisesRegex(settings.ConfigurationError, "eval, inference"):
                 parse(wrong)
 

@@ -366,6 +366,10 @@ def _record(run: RunTests, results: Results, earlier: Report | None) -> tuple[li
     from torch_fsdp_tests.dispatch import compare, junit, reaching, report
 
     remarks = [*results.list_remarks(), *(f"unknown test: {words}" for words in results.unknown()), *results.remarks]
+    if run.perturb and results.failed and not run.fixes:
+        remarks.append(
+            "perturbation also shows known defects of torch: repeat with --with-fixes to see what else fails"
+        )
     complete = True
     logs = "the logs" if run.logs_by_option else "the logs (because CI is set)"
     short = installation.short_path

@@ -147,7 +147,10 @@ def _seed(text: str) -> int:
 
 @_option_type
 def _perturbations(text: str) -> tuple[str, ...]:
-    return settings.perturbations({settings.PERTURB_VARIABLE: text})
+    kinds = settings.perturbations({settings.PERTURB_VARIABLE: text})
+    if not kinds:
+        raise ValueError(f"{text!r} names no perturbation; give 'all', or leave the option out")
+    return kinds
 
 
 class _Version(argparse.Action):
