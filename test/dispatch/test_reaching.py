@@ -249,6 +249,9 @@ class TestReaching(CommandCase):
                 diff = self.write_json("d.diff", f"--- a/{path}\n+++ b/{path}\n{text}")
                 self.assertRegex(self.reach(diff), f"^0 passed, 0 failed, 0 skipped\n{words}\n$")
                 self.assertEqual((self.code, self.err), (5, ""))
+        binary = "diff --git a/torch/x.so b/torch/x.so\nBinary files a/torch/x.so and b/torch/x.so differ\n"
+        out = self.reach(self.write_json("b.diff", binary), "-i", "test_x")  # from no folder of the map
+        self.assertRegex(out, "of torch/x.so, .*; a run without --reaching runs all of its tests\n$")
         both = f"--- a/torch/csrc/x.cpp\n+++ b/torch/csrc/x.cpp\n{hunk}--- a/{core}\n+++ b/{core}\n"
         diff = self.write_json("d.diff", both + layout.replace("(x)", "(-x)"))
         self.jobs("--map", self.map, "--reaching", diff, **self.with_torch)

@@ -4,11 +4,13 @@ import contextlib
 import io
 import json
 import os
+import re
 import runpy
+import subprocess
 import sys
 import tempfile
 import time
-import unittest
+import unittest.mock
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,6 +117,13 @@ class TestGpu(TestCase):
         with contextlib.redirect_stderr(io.StringIO()) as stderr:
             self.assertEqual(self.gpu.main([f"--collect={self.folder / 'none'}", *collect[1:]]), 2)
         self.assertIn("has no report; name the folder of --output", stderr.getvalue())
+
+    def test_what_a_dry_run_needs(self):
+        unseen = unittest.mock.patch.object(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1))
+        with unseen, contextlib.redirect_stderr(io.StringIO()) as stderr:
+            self.assertEqual(self.gpu.main(["--dry", f"--output={self.folder}"]), 2)
+        (builder,) = re.findall(r"PYTHONPATH=DIR after python (\S+) DIR", stderr.getvalue())
+        self.assertTrue((ROOT / builder).exists())
 
     def test_the_page_is_made_from_the_record(self):
         made = self.gpu.tables(self.gpu.read(self.gpu.RECORD))

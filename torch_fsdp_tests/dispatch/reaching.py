@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -190,8 +191,9 @@ def _verdict(found_changes: Sequence[Change], chosen: Selection, known: ReachMap
         same = [file for file in files if any(path.endswith(f"/{file}.py") for path in unknown)]
         if same:
             return f"{unclear}; -i {' '.join(same)} runs the tests of the same names here"
-        folders = {_folder(test.file): None for test in known.tests}
-        return f"{unclear}; -i {' '.join(filter(None, folders)) or '.'} runs all of its tests"
+        folders = dict.fromkeys(_folder(test.file) for test in known.tests)
+        here = [folder for folder in folders if folder and folder in map(_folder, files)]
+        return f"{unclear}; {f'-i {shlex.join(here)}' if here else 'a run without --reaching'} runs all of its tests"
     without = [path for change in found_changes for path in change.without_code]
     words = f": only comments, docstrings, layout or permissions differ in {first_few(without)}" if without else ""
     return f"nothing that a test could reach has changed{words}"
