@@ -363,7 +363,10 @@ class TestCommand(TestCase):
                 self.assertEqual(printed[-1], gone)
 
     def test_nothing_fits(self):
-        self.assertEqual(command("--find", "-", stdin=TRACEBACKS["user_wrong_key"]), (1, "0 known defects fit\n", ""))
+        nothing = "0 known defects fit; try other words, or the whole traceback; --list shows all\n"
+        self.assertEqual(command("--find", "-", stdin=TRACEBACKS["user_wrong_key"])[:2], (1, nothing))
+        word, message = (command("--find", "-", stdin=text)[1] for text in ("setStorage", "RuntimeError: setStorage\n"))
+        self.assertEqual(word, message)
 
     def test_using_prints_what_this_torch_has(self):
         with of_torch("2.14.0"):

@@ -36,14 +36,16 @@ _ISSUE = re.compile(r"(?:https?://\S*/(?:issues|pull)/|\b)(\d{3,})\b\S*")  # by 
 _ANY_FRAME = re.compile(r'File ".*", line \d+, in ')
 _FRAME = re.compile(r'File "[^"]*/((?:torch/|python[\d.]*/(?!site-packages))[^"]*)\.py", line \d+, in (\S+)')
 _CODE_OF_TORCH = re.compile(r'File "[^"]*/torch/.*\n.*\n|File ".*\n')  # and the places of the user's code
+_TYPE = re.compile(r"[\w.]*(Error|Exception):")  # before a message, of which a user may give only a part
 _ERROR = re.compile(r"\b\w+(?:Error|Exception)\b")
 _PYTHONS_OWN = {"AttributeError", "IndexError", "KeyError", "TypeError", "ZeroDivisionError"}
 
 
 def fitting(text: str) -> list[Defect]:
     """The defects that fit words, the number or the address of an issue, or a traceback. The best comes first."""
-    is_error = "\n" in text.strip() or re.match(r"[\w.]*(Error|Exception):", text.strip())
-    return by_traceback(text) if is_error else by_words(text)
+    is_error = "\n" in text.strip() or _TYPE.match(text.strip())
+    found = by_traceback(text) if is_error else []
+    return found if found or _ANY_FRAME.search(text) else by_words(_TYPE.sub("", text.strip()))
 
 
 def by_words(text: str) -> list[Defect]:

@@ -189,8 +189,9 @@ def _find(options: argparse.Namespace) -> int:
     for defect in found:
         print(f"{texts.answer(defect, version)}\n")
     what = "fits" if len(found) == 1 else "fit"
-    more = f" ({texts.by_exposure(found)}); --show ID prints a script for one" * bool(found)
-    print(f"{plural(len(found), 'known defect')} {what}{more}")
+    more = f" ({texts.by_exposure(found)}); --show ID prints a script for one"
+    none = "; try other words, or the whole traceback; --list shows all" if options.find else "; --list shows all"
+    print(f"{plural(len(found), 'known defect')} {what}{more if found else none}")
     return 0 if found else 1
 
 
