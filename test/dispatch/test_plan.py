@@ -605,6 +605,7 @@ class TestOptions(unittest.TestCase):
             ("--with-fixes", "--", "-i", "smoke"): "-i follows --, so test files would get it: put it before --\n",
             ("--", "-v", "--shard=1"): "--shard=1 follows --",
             ("--json",): "--json can only be used with --dry-run",
+            ("--record-behaviour", str(ROOT)): f"--record-behaviour: {ROOT} is a folder; name a file",
             ("--compare", "/nowhere"): "there is no file /nowhere",
             ("--test-directory", "/nowhere"): "/nowhere does not exist; name one",
             ("--rerun-disabled-tests",): "needs a list",

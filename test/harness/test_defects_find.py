@@ -5,6 +5,7 @@ import functools
 import html
 import itertools
 import json
+import os
 import re
 import subprocess
 import tempfile
@@ -338,7 +339,7 @@ class TestPage(TestCase):
 
     def test_it_is_written(self):
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "defects.html")
+            path = Path(folder, "new", "defects.html")
             self.assertEqual(command("--html", str(path)), (0, "", ""))
             self.assertEqual(path.read_text(encoding="utf-8"), versions_page.render())
 
@@ -395,7 +396,7 @@ class TestCommand(TestCase):
             ("--between", "2.9", "2.9.1"): "2.9 is not older than 2.9",
             ("--between", "1.13", "2.9"): "the registry knows torch 2.9 to ",
             ("--between", "2.9", "newest"): ", and not newest",
-            ("--html", "/no/such/folder/file"): "/no/such/folder/file is not a file in a folder that exists",
+            ("--html", os.sep): f"--html: {os.sep} is a folder; name a file",
             ("--find", "-"): "--find needs words or a traceback",
             ("--find", " "): "--find needs words or a traceback",
         }

@@ -425,8 +425,9 @@ def _problem(run: RunTests, rerun_asked: bool) -> str | None:
             return f"--coverage needs {missing}"
     if run.save_map is not None and not run.coverage:
         return "--save-map can only be used with --coverage"
-    if run.save_map is not None and run.save_map.is_dir():
-        return f"--save-map: {run.save_map} is a folder; name a file"
+    for option, path in (("--save-map", run.save_map), ("--record-behaviour", run.record_behaviour)):
+        if path is not None and path.is_dir():
+            return f"{option}: {path} is a folder; name a file"
     if run.map is not None and not run.by_reach and run.save_map is None:
         return "--map can only be used with --reaching, --changed or --save-map"
     if run.fail_fast and run.keep_going:

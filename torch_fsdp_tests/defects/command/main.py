@@ -116,8 +116,8 @@ def _answer(options: argparse.Namespace) -> int:
         return 0
     if options.html is not None:
         path = Path(options.html)
-        if not path.parent.is_dir() or path.is_dir():
-            raise InvalidQuery(f"{path} is not a file in a folder that exists")
+        if path.is_dir():
+            raise InvalidQuery(f"--html: {path} is a folder; name a file")
         write_text(path, versions_page.render())
         return 0
     if options.show is not None:
