@@ -33,8 +33,11 @@ COMMON = {
 def total(report: dict[str, Any]) -> str:
     """The machine and the time of a run, and its last lines."""
     about = f"{plural(report['cores'], 'core')}, torch {report['torch']}, device {report['device']}"
-    hit = f"{plural(len(report['known_defects']), 'known defect')} of torch reproduced (python -m torch_fsdp_tests.defects)"
-    lines = [hit, closing_line(tally(test["outcome"] for file in report["files"] for test in file["tests"]))]
+    known = plural(len(report["known_defects"]), "known defect")
+    lines = [
+        f"{known} of torch reproduced (python -m torch_fsdp_tests.defects)",
+        closing_line(tally(test["outcome"] for file in report["files"] for test in file["tests"])),
+    ]
     on = datetime.datetime.fromisoformat(report["date"])
     ended = f"On {on.day} {on:%B %Y} it ended after {seconds(report['seconds'])} ({about}) with"
     return "\n".join([ended, "", "```text", *lines, "```"])

@@ -6,8 +6,9 @@ import functools
 import re
 from collections.abc import Collection, Sequence
 
-from torch_fsdp_tests.defects import registry
+from torch_fsdp_tests.defects import limits, registry
 from torch_fsdp_tests.defects.command.ranking import Ranking, words
+from torch_fsdp_tests.defects.limits import Limit
 from torch_fsdp_tests.defects.registry import Defect, InvalidQuery
 from torch_fsdp_tests.dispatch.features import FEATURES
 
@@ -29,6 +30,7 @@ _WEIGHTS = {
 }
 
 HAS_CONDITION = 0.5  # texts beside an error that fit less say nothing about the defect's condition
+LIMIT_FITS = 0.9  # the least score of a limit for some words
 _ISSUE = re.compile(r"(?:https?://\S*/(?:issues|pull)/|\b)(\d{3,})\b\S*")  # by its address or its number
 
 # In a traceback: any frame, the module and the function of a frame of torch or Python, and the exceptions that Python
@@ -36,16 +38,31 @@ _ISSUE = re.compile(r"(?:https?://\S*/(?:issues|pull)/|\b)(\d{3,})\b\S*")  # by 
 _ANY_FRAME = re.compile(r'File ".*", line \d+, in ')
 _FRAME = re.compile(r'File "[^"]*/((?:torch/|python[\d.]*/(?!site-packages))[^"]*)\.py", line \d+, in (\S+)')
 _CODE_OF_TORCH = re.compile(r'File "[^"]*/torch/.*\n.*\n|File ".*\n')  # and the places of the user's code
-_TYPE = re.compile(r"[\w.]*(Error|Exception):")  # before a message, of which a user may give only a part
+_TYPE = re.compile(r"[\w.]*(Error|Exception)(:|$)")  # before a message, of which a user may give only a part
 _ERROR = re.compile(r"\b\w+(?:Error|Exception)\b")
 _PYTHONS_OWN = {"AttributeError", "IndexError", "KeyError", "TypeError", "ZeroDivisionError"}
 
 
 def fitting(text: str) -> list[Defect]:
     """The defects that fit words, the number or the address of an issue, or a traceback. The best comes first."""
-    is_error = "\n" in text.strip() or _TYPE.match(text.strip())
-    found = by_traceback(text) if is_error else []
-    return found if found or _ANY_FRAME.search(text) else by_words(_TYPE.sub("", text.strip()))
+    message = _TYPE.sub("", text.strip())
+    found = by_traceback(text) if _is_error(text) and message else []
+    return found if found or _ANY_FRAME.search(text) else by_words(message)
+
+
+def limits_for(text: str) -> list[Limit]:
+    """The limits that fit words or a traceback, at most two."""
+    if explaining := limits.explaining(text):
+        return explaining[:1]
+    if _is_error(text) or len(words(text)) < 2:
+        return []
+    fits = zip(_limits().fits(text), limits.LIMITS.values())
+    fitting = sorted((each for each in fits if each[0] >= LIMIT_FITS), key=lambda each: -each[0])
+    return [limit for _, limit in fitting[:2]]
+
+
+def _is_error(text: str) -> bool:
+    return "\n" in text.strip() or _TYPE.match(text.strip()) is not None
 
 
 def by_words(text: str) -> list[Defect]:
@@ -120,6 +137,20 @@ def _distance(defect: Defect, frames: Sequence[tuple[str, str]]) -> float:
 @functools.cache
 def _ranking() -> Ranking:
     return Ranking([_fields(defect) for defect in registry.defects()], _WEIGHTS)
+
+
+@functools.cache
+def _limits() -> Ranking:
+    texts = [
+        {
+            "messages": " ".join(each.messages),
+            "means": each.means,
+            "advice": each.advice,
+            "id": each.id.replace("_", " "),
+        }
+        for each in limits.LIMITS.values()
+    ]
+    return Ranking(texts, {"id": 2.0, "messages": 1.0, "means": 1.0, "advice": 0.2})
 
 
 def _fields(defect: Defect) -> dict[str, str]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_fsdp_tests.defects import registry
 from torch_fsdp_tests.defects.command import changes, find, texts, versions_page
+from torch_fsdp_tests.defects.limits import Limit
 from torch_fsdp_tests.defects.registry import Answer, Component, Consequence, Defect, Exposure, InvalidQuery
 from torch_fsdp_tests.dispatch.atomic import json_rows, write_text
 from torch_fsdp_tests.dispatch.devices import cores
@@ -174,11 +175,12 @@ def _why_no_fix(defect: Defect, version: str) -> str:
 
 
 def _find(options: argparse.Namespace) -> int:
-    version = _version()
+    version, limits = _version(), list[Limit]()
     if options.find:
         words = sys.stdin.read() if options.find == ["-"] else " ".join(options.find)
         if not words.strip():
             raise InvalidQuery("--find needs words or a traceback")
+        limits = find.limits_for(words)
         found = find.fitting(words)
         found.sort(key=lambda defect: defect.expected(version) is not Answer.PRESENT)
     else:
@@ -186,13 +188,16 @@ def _find(options: argparse.Namespace) -> int:
         expected = {Answer.PRESENT, Answer.UNDECIDED}
         found = [defect for defect in found if defect.expected(version) in expected]
     found = _chosen(options, found)
+    for limit in limits:
+        print(f"{texts.limit(limit)}\n")
     for defect in found:
         print(f"{texts.answer(defect, version)}\n")
-    what = "fits" if len(found) == 1 else "fit"
-    more = f" ({texts.by_exposure(found)}); --show ID prints a script for one"
-    none = "; try other words, or the whole traceback; --list shows all" if options.find else "; --list shows all"
-    print(f"{plural(len(found), 'known defect')} {what}{more if found else none}")
-    return 0 if found else 1
+    print(
+        texts.sums(
+            found, limits, "try other words, or the whole traceback" if options.find else "ask for fewer features"
+        )
+    )
+    return 0 if found or limits else 1
 
 
 def _version() -> str:

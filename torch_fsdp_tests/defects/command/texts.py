@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch_fsdp_tests.defects import registry
+from torch_fsdp_tests.defects.limits import Limit
 from torch_fsdp_tests.defects.registry import Answer, Defect, Exposure
 from torch_fsdp_tests.dispatch.listing import columns, plural
 
@@ -76,6 +77,20 @@ def answer(defect: Defect, torch_version: str) -> str:
         "upstream": ", ".join(defect.upstream),
     }
     return "\n".join(lines + [f"    {name}: {words}" for name, words in optional.items() if words])
+
+
+def limit(limit: Limit) -> str:
+    """What a limit means, and what to do."""
+    return f"limit: {limit.means}\n    what to do: {limit.advice}"
+
+
+def sums(found: Sequence[Defect], limits: Sequence[Limit], next_step: str) -> str:
+    """How many defects and limits were found, and what to do next."""
+    what = "fits" if len(found) == 1 else "fit"
+    more = f" ({by_exposure(found)}); --show ID prints a script for one" if found else ""
+    none = "" if found or limits else f"; {next_step}; --list shows all"
+    also = f"{plural(len(limits), 'limit')} and " if limits else ""
+    return f"{also}{plural(len(found), 'known defect')} {what}{more}{none}"
 
 
 def history(defect: Defect) -> str:

@@ -1,0 +1,316 @@
+"""Limits of FSDP, and mistakes with it: what torch says, what it means, and what to do. Importing this needs no torch.
+
+A limit is no defect: torch refuses, or documents, what the program does. ``provoke`` does it, so that a self-test
+sees the message in every version.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+ANY = " ... "  # in a message: any text
+
+
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """``messages`` are what torch may say; without one, the program goes on and is wrong. ``provoke`` gets the rank
+    and the device. It raises an exception with one of the messages in one of two ranks, or returns False because the
+    model did not train. ``about`` is a word of the traceback without which the message says too little.
+    """
+
+    id: str
+    messages: tuple[str, ...]
+    means: str
+    advice: str
+    provoke: Callable[[int, Any], Any]
+    about: str = ""
+    since: str = "2.9"  # the first version in which one of the messages was seen
+
+    def explains(self, text: str) -> bool:
+        """Whether it may be the cause of this traceback."""
+        patterns = (".*".join(map(re.escape, message.split(ANY))) for message in self.messages)
+        return self.about in text and any(re.search(pattern, text, re.DOTALL) for pattern in patterns)
+
+
+LIMITS: dict[str, Limit] = {}
+
+
+def _limit(
+    *messages: str, means: str, advice: str, about: str = "", since: str = "2.9"
+) -> Callable[[Callable[[int, Any], Any]], Callable[[int, Any], Any]]:
+    """Declare the limit that a function provokes. More specific messages come first in this file."""
+
+    def declare(provoke: Callable[[int, Any], Any]) -> Callable[[int, Any], Any]:
+        id = provoke.__name__.strip("_")
+        LIMITS[id] = Limit(id, messages, means, advice, provoke, about, since)
+        return provoke
+
+    return declare
+
+
+def explaining(traceback: str) -> list[Limit]:
+    """The limits that a traceback may come from, the most specific first."""
+    return [limit for limit in LIMITS.values() if limit.explains(traceback)]
+
+
+def _layers(device: Any) -> Any:
+    """Two layers."""
+    from torch import nn
+
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device)
+
+
+def _tokens(device: Any) -> Any:
+    import torch
+
+    return torch.zeros(2, dtype=torch.long, device=device)
+
+
+def _ones(device: Any) -> Any:
+    import torch
+
+    return torch.ones(2, 4, device=device)
+
+
+def _fsdp1(model: Any, device: Any, **options: Any) -> Any:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(model, device_id=device, **options)
+
+
+def _fsdp2(*modules: Any, **options: Any) -> Any:
+    """Shard these modules in this order, and return the last one."""
+    from torch.distributed.fsdp import fully_shard
+
+    for module in modules:
+        fully_shard(module, **options)
+    return modules[-1]
+
+
+# --- sharded parameters ----------------------------------------------------------------------------------------------
+
+
+@_limit(
+    "While copying the parameter named ... got mixed torch.Tensor and DTensor",
+    means="A state dict with whole tensors is loaded into an FSDP2 model, whose parameters are shards.",
+    advice="Load it with set_model_state_dict and StateDictOptions(full_state_dict=True), or before fully_shard.",
+)
+def whole_state_dict(rank: int, device: Any) -> None:
+    state = _layers(device).state_dict()
+    _fsdp2(_layers(device)).load_state_dict(state)
+
+
+@_limit(
+    "got mixed torch.Tensor and DTensor",
+    means="An operator gets a sharded parameter of FSDP2 (a DTensor) and a plain tensor. A module's parameters are "
+    "whole only while its own unit runs: something called a submodule, generate(), or a function on a parameter, "
+    "without the forward of the unit. With torch.nn.MultiheadAttention, out_proj is such a submodule. In an "
+    "optimizer or in clip_grad_norm_, one list has parameters of FSDP2 and others.",
+    advice="Call the sharded module itself; name other methods with register_fsdp_forward_method; "
+    "do not shard a module that its parent uses without calling it; give plain parameters groups of their own, or "
+    "foreach=False.",
+)
+def mixed_tensors(rank: int, device: Any) -> None:
+    _fsdp2(_layers(device))[0](_ones(device))
+
+
+@_limit(
+    "'weight' must be 2-D",
+    "size mismatch, got input",
+    means="A parameter of FSDP1 is used outside of the forward of its instance, where it is empty or flat: a submodule "
+    "is called by itself, or a weight is tied across two instances.",
+    advice="Call the FSDP instance itself, use summon_full_params around what reads parameters, keep tied weights in "
+    "one instance.",
+    about="torch/nn/",
+)
+def flat_parameter_outside_of_forward(rank: int, device: Any) -> None:
+    from torch import nn
+
+    model = _fsdp1(nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4)).to(device), device, use_orig_params=True)
+    model.module[0](_tokens(device))
+
+
+@_limit(
+    "is shared with a parameter already managed by another FSDP group",
+    "Parameter ... is already sharded by FSDP",
+    means="A weight is tied across two modules that fully_shard shards separately.",
+    advice="Shard these modules as one group, fully_shard([embedding, head]), or leave both to their parent.",
+    since="2.13",  # 2.9 says nothing; the versions between were not tried
+)
+def tied_parameters(rank: int, device: Any) -> None:
+    model = _layers(device)
+    model[1].weight = model[0].weight
+    _fsdp2(*model, model)
+    model(_ones(device))
+
+
+@_limit(
+    "Invariant encountered: value was None when it should not be",
+    "FSDP requires named DeviceMesh dims for ND parallelism",
+    means="A module was sharded before its submodule, so that the submodule's parameters had a group already.",
+    advice="Apply fully_shard from the inside outwards: the submodules first, then the root.",
+    about="fsdp",
+)
+def parent_sharded_first(rank: int, device: Any) -> None:
+    model = _layers(device)
+    _fsdp2(model, model[0])
+    model(_ones(device)).sum().backward()
+
+
+@_limit(
+    "doesn't support scalar parameters",
+    means="FSDP shards the first dimension of a parameter, and a parameter without dimensions has none.",
+    advice="Give it one dimension with one element: nn.Parameter(torch.ones(1)); or leave it out with ignored_params.",
+)
+def scalar_parameter(rank: int, device: Any) -> None:
+    import torch
+    from torch import nn
+
+    model = _layers(device)
+    model.scale = nn.Parameter(torch.tensor(1.0, device=device))
+    _fsdp2(model)
+
+
+@_limit(
+    "Must flatten tensors with uniform",
+    means="FSDP1 puts the parameters of an instance into one flat tensor: they need one dtype, and without "
+    "use_orig_params=True also one requires_grad.",
+    advice="Wrap the parts with another dtype or with frozen parameters separately, or pass use_orig_params if only "
+    "requires_grad differs.",
+)
+def flat_parameter_is_not_uniform(rank: int, device: Any) -> None:
+    model = _layers(device)
+    model[0].requires_grad_(False)
+    _fsdp1(model, device)
+
+
+@_limit(
+    "FSDP expects uniform original parameter dtype",
+    means="FSDP2 gathers the parameters of a unit together, so those that are trained need one dtype.",
+    advice="Shard the modules with another dtype separately, or convert them.",
+)
+def unit_of_two_dtypes(rank: int, device: Any) -> None:
+    import torch
+
+    model = _layers(device)
+    model[0].to(torch.bfloat16)
+    _fsdp2(model)
+    model(_ones(device))
+
+
+@_limit(
+    "FSDP parameters should be materialized from meta device before training",
+    means="The model was made on the meta device, and its parameters have no storage.",
+    advice="After fully_shard, call model.to_empty(device=...) and initialize all parameters and buffers, or load a "
+    "state.",
+)
+def parameters_on_meta(rank: int, device: Any) -> None:
+    _fsdp2(_layers("meta"))(_ones(device))
+
+
+@_limit(
+    "fully_shard does not support containers that do not implement forward",
+    means="A ModuleList or a ModuleDict has no forward at which its parameters could be gathered.",
+    advice="Apply fully_shard to each of its modules, and to the module that calls them.",
+)
+def container(rank: int, device: Any) -> None:
+    from torch import nn
+
+    _fsdp2(nn.ModuleList(_layers(device)))
+
+
+@_limit(
+    "FSDP does not support deepcopy",
+    means="Copies of sharded modules would share their groups and hooks.",
+    advice="Copy the module before fully_shard, or make a second one and load the state dict of the first.",
+)
+def deep_copy(rank: int, device: Any) -> None:
+    import copy
+
+    copy.deepcopy(_fsdp2(_layers(device)))
+
+
+# --- optimizers and checkpoints --------------------------------------------------------------------------------------
+
+
+@_limit(
+    means="The optimizer was made before fully_shard. It holds the old parameters, so its step changes nothing: the "
+    "loss does not fall, and nothing is raised. The same happens with FSDP1 and use_orig_params=False.",
+    advice="Make the optimizer, and its groups of parameters, after the model is sharded.",
+)
+def optimizer_made_before_sharding(rank: int, device: Any) -> bool:
+    import torch
+
+    model = _layers(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _fsdp2(model)
+    before = model[0].weight.full_tensor().clone()
+    model(_ones(device)).sum().backward()
+    optimizer.step()
+    return not torch.equal(model[0].weight.full_tensor(), before)
+
+
+@_limit(
+    "Missing key in checkpoint state_dict: ... step",
+    means="The checkpoint has no optimizer state of a parameter that has one now: it was unused or frozen when the "
+    "checkpoint was saved, or the checkpoint was saved before the first step.",
+    advice="Load with DefaultLoadPlanner(allow_partial_load=True), or save after a step in which all parameters had "
+    "gradients.",
+)
+def optimizer_state_is_missing(rank: int, device: Any) -> None:
+    import tempfile
+
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model = _fsdp2(_layers(device))
+    state = {"optim": get_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()))}
+    with tempfile.TemporaryDirectory() as own:
+        folder = [own]
+        dist.broadcast_object_list(folder)
+        dcp.save({"optim": {"state": {}}}, checkpoint_id=folder[0])
+        dcp.load(state, checkpoint_id=folder[0])
+
+
+# --- ranks and backends ----------------------------------------------------------------------------------------------
+
+
+@_limit(
+    "Cannot use ReduceOp.PREMUL_SUM with Gloo",
+    means="set_gradient_divide_factor reduces with a factor in the reduction itself, which gloo cannot do.",
+    advice="Call set_force_sum_reduction_for_comms(True) on the root and its units.",
+)
+def premultiplied_sum(rank: int, device: Any) -> None:
+    model = _fsdp2(_layers(device))
+    model.set_gradient_divide_factor(3.0)
+    model(_ones(device)).sum().backward()
+
+
+@_limit(
+    "Connection closed by peer",
+    "Timed out waiting ... for recv operation",
+    "Timed out waiting ... for send operation",
+    "Watchdog caught collective operation timeout",
+    "op.preamble.length <= op.nbytes",
+    means="The ranks do not run the same collectives. One of them has ended or failed (look at its error first), has "
+    "one batch less, skips a unit or takes another branch, or calls state_dict() of FSDP1, clip_grad_norm_ or a "
+    "checkpoint alone.",
+    advice="Let all ranks run the same units in the same order in each step, drop the last incomplete batch on all "
+    "ranks, and call state_dict() on all ranks, also with rank0_only=True.",
+    about="fsdp",
+)
+def ranks_differ(rank: int, device: Any) -> None:
+    from datetime import timedelta
+
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    model = _fsdp2(_layers(device), mesh=DeviceMesh.from_group(group, device.type))
+    if rank:
+        model(_ones(device))  # the other rank has no further batch
