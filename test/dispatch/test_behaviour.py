@@ -1,6 +1,7 @@
 """What tests do is recorded, compared with an earlier record, and compared without and with a change."""
 
 import difflib
+import gzip
 import json
 import unittest
 from collections.abc import Sequence
@@ -71,6 +72,16 @@ class TestComparison(unittest.TestCase):
         found = behaviour.differences(before, record({"a": [SCATTER], "b": [SCATTER]}))
         self.assertEqual([each.test for each in found], ["b"])
 
+    def test_what_no_longer_repeats_is_a_difference(self):
+        after = record({"a": [SCATTER]}, unstable={"a": [Kind.COLLECTIVES.value]})
+        self.assertEqual([each.test for each in behaviour.differences(record({"a": [GATHER]}), after)], ["a"])
+
+    def test_what_has_nothing_to_compare_does_not_count(self):
+        before = record({"a": [GATHER], "b": [GATHER], "c": []}, unstable={"b": [Kind.COLLECTIVES.value]})
+        self.assertEqual(behaviour.compared(before, record({"a": [], "b": [GATHER], "c": []})), ["a"])
+        copies = (record({"a": ["x"]}, Kind.COPIES, device=device) for device in ("cpu", "foo"))
+        self.assertEqual(behaviour.compared(*copies), [])
+
     def test_a_vendor_may_allow_errors_but_no_other_sign_or_order(self):
         before = record({"a": values(4.0, 1.0)}, Kind.VALUES, device="cpu")
         for device, now, differs in (
@@ -78,10 +89,17 @@ class TestComparison(unittest.TestCase):
             ("foo", values(4.0, -1.0, "1"), True),  # another sign, or another order
             ("foo", values(4.01, 1.0, "1"), True),
             ("foo", values(float("nan"), float("nan"), "1"), True),
+            ("foo", ["gradients\t2 int64\t1\t4.0\t1.0"], True),  # a tolerance is for other numbers
             ("cpu", values(4.0002, 1.0001, "1"), True),
         ):
             after = record({"a": now}, Kind.VALUES, device=device, limits={"float32": 1e-3})
             self.assertIs(bool(behaviour.differences(before, after)), differs, now)
+
+    def test_infinite_values_may_be_equal(self):
+        sides = (record({"a": values(float("inf"), 1.0, crc)}, Kind.VALUES, device=crc) for crc in "01")
+        before, after = sides
+        after.limits = {"float32": 1e-3}
+        self.assertEqual(self.lines(before, after), [])
 
     def test_devices_may_copy_differently(self):
         before, after = record({"a": ["x"]}, Kind.COPIES, device="cpu"), record({"a": ["y"]}, Kind.COPIES, device="foo")
@@ -203,7 +221,12 @@ class TestCommand(TreeCase):
         says = ["missing in this run: 1 test\n    test_n::TestN.test_recorded\n"]
         silent = RECORDS.replace('record("test_recorded")', "pass")
         self.check({"test_n": silent}, against, passed=2, code=1, says=says, **self.torch)
-        self.check({}, ["--against-behaviour", file], passed=2, says=says, **self.torch)
+        # Nothing is compared.
+        self.check({}, ["--against-behaviour", file], passed=2, code=5, says=says, **self.torch)
+        renamed = {"test_n": RECORDS.replace("test_recorded(", "test_other(")}
+        for selection, found in (["-i", "test_n::TestN"], True), (["-k", "test_*"], True), (["-k", "silent"], False):
+            self.check(renamed, [*against, *selection], passed=2 - (not found), code=1 if found else 5, **self.torch)
+            self.assertEqual("missing in this run: 1 test" in self.out, found)
 
     def test_the_order_of_a_set_is_no_behaviour(self):
         ordered = RECORDS.replace("float32", "{''.join({*'abcdefghijkl'})}")
@@ -212,10 +235,13 @@ class TestCommand(TreeCase):
 
     def test_refusals(self):
         gone, other = self.root / "gone", self.write_json("x.json", [])
+        damaged = self.root / "damaged.gz"
+        damaged.write_bytes(gzip.compress(b"1" * 99)[:12] + b"x" * 20)
         misfit = self.write_json("y.diff", self.change_text().replace("x += LIMIT", "x += OTHER"))
         self.check_errors(
             [
                 (["--against-behaviour", gone], "cannot be read: No such file"),
+                (["--against-behaviour", damaged], "was not written by --record-behaviour"),
                 (["--against-behaviour", other], "was not written by --record-behaviour"),
                 (["--compare-behaviour"], "--compare-behaviour needs a change"),
                 (["--operators"], "--operators can only be used with"),

@@ -78,11 +78,26 @@ def differences(before: Record, after: Record, missing: Sequence[str] = ()) -> l
         for rank in sorted(was.keys() ^ now.keys(), key=int):
             gone = "missing in this run" if rank in was else "missing in the earlier run"
             found.append(Difference(test, None, gone, f"{test}, rank {rank}"))
-        for kind in Kind if before.device == after.device else EQUAL_ON_DEVICES:
-            if kind.value not in {*before.unstable.get(test, ()), *after.unstable.get(test, ())}:
-                found += _first_rank(test, kind, was, now, limits)
+        for kind in _kinds(test, before, after):
+            found += _first_rank(test, kind, was, now, limits)
     places = {kind: number for number, kind in enumerate((None, *Kind))}
     return sorted(found, key=lambda each: (places[each.kind], each.what, each.test))
+
+
+def compared(before: Record, after: Record) -> list[str]:
+    """The tests of which both records have something to compare."""
+    return [
+        test
+        for test in before.tests.keys() & after.tests.keys()
+        for kinds in [{kind.value for kind in _kinds(test, before, after)}]
+        if any(trace.get(kind) for side in (before, after) for trace in side.tests[test].values() for kind in kinds)
+    ]
+
+
+def _kinds(test: str, before: Record, after: Record) -> list[Kind]:
+    """The kinds of events that must not differ. What repeated in the earlier record has to repeat in the later one."""
+    kinds = Kind if before.device == after.device else EQUAL_ON_DEVICES
+    return [kind for kind in kinds if kind.value not in before.unstable.get(test, ())]
 
 
 def _first_rank(test: str, kind: Kind, was: Ranks, now: Ranks, limits: Mapping[str, float]) -> Iterator[Difference]:
@@ -113,9 +128,11 @@ def _same(was: str, now: str, kind: Kind, limits: Mapping[str, float]) -> bool:
         return False
     (*head, _, norm, signed), (*other, _, new_norm, new_signed) = was.split("\t"), now.split("\t")
     limit = max((limits.get(dtype.replace("number", "float32"), 0.0) for dtype in head[-1].split()), default=0.0)
+    if not limit:
+        return False  # such as whole numbers and texts
     most = limit * max(float(norm), float(new_norm)) + 1e-5 * float(norm)  # the numbers have six digits
     return head == other and all(
-        abs(float(a) - float(b)) <= most or (math.isnan(float(a)) and math.isnan(float(b)))
+        a == b or abs(float(a) - float(b)) <= most or (math.isnan(float(a)) and math.isnan(float(b)))
         for a, b in ((norm, new_norm), (signed, new_signed))
     )
 

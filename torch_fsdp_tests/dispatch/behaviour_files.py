@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,10 @@ def load(path: Path) -> Record:
         words, lists = data.pop("words"), data.pop("lists")
         known = [[words[number] for number in each] for each in lists]
         tests: dict[str, Ranks] = {
-            test: {rank: {Kind(kind).value: known[n] for kind, n in trace.items()} for rank, trace in ranks.items()}
+            test: {
+                str(int(rank)): {Kind(kind).value: known[n] for kind, n in trace.items()}
+                for rank, trace in ranks.items()
+            }
             for test, ranks in data.pop("tests").items()
         }
         return Record(**data, tests=tests)
@@ -103,7 +107,7 @@ def load(path: Path) -> Record:
         if error.errno is None:  # not compressed
             raise NoRecord(f"{path} was not written by --record-behaviour") from error
         raise NoRecord(f"{path} cannot be read: {error.strerror}") from error
-    except (EOFError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+    except (EOFError, zlib.error, RecursionError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         if isinstance(error, NoRecord):
             raise
         raise NoRecord(f"{path} was not written by --record-behaviour") from error

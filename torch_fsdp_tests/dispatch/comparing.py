@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
-from torch_fsdp_tests.dispatch import behaviour, behaviour_files, devices
+from torch_fsdp_tests.dispatch import behaviour, behaviour_files, devices, keywords
 from torch_fsdp_tests.dispatch.behaviour import Difference, Record
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.listing import plural
@@ -117,10 +117,10 @@ def conclude(run: RunTests, results: Results, against: Record | None, rerun: Rer
     compared = 0
     if against is not None:
         found = behaviour.differences(against, record, _missing(run, results, against, record))
-        compared = len(against.tests.keys() & record.tests.keys())
+        compared = len(behaviour.compared(against, record))
     elif run.compare_behaviour and not results.is_ended():
         before, found, failed = _compared(run, record, rerun, jobs)
-        compared = len(before.tests.keys() & record.tests.keys())
+        compared = len(behaviour.compared(before, record))
         words += _also_failing(results, failed)
     if found is None:
         return words, ExitStatus.OK
@@ -135,7 +135,7 @@ Verdict = tuple[list[str], ExitStatus]
 def _status(run: RunTests, compared: int, found: Sequence[Difference]) -> ExitStatus:
     if found and run.fail_on_difference:
         return ExitStatus.FAILED
-    return ExitStatus.OK if compared or found else ExitStatus.NOTHING_RAN
+    return ExitStatus.OK if compared else ExitStatus.NOTHING_RAN
 
 
 def _compared(
@@ -186,12 +186,18 @@ def _collect(run: RunTests, results: Results, folder: Path) -> Record:
 def _missing(run: RunTests, results: Results, against: Record, record: Record) -> list[str]:
     """The tests of an earlier record that this run should have and did not execute."""
     ran = {f"{file.job.part.name}::{test.name}": test for file, test in results.tests()}
-    parts = [file.job.part for file in results.files]
-    whole = set() if run.patterns else {part.name for part in parts if part.test.is_whole}
-    is_all = not (run.is_narrowed_by_file or run.patterns)
-    expected = [test for test in against.tests if is_all or test in ran or test.partition("::")[0] in whole]
+    parts = [file.job.part for file in results.files if file.job.part.num_shards == 1 or file.job.part.test.order]
+    fits = [keywords.parse(pattern) for pattern in run.patterns]
+
+    def is_expected(test: str) -> bool:
+        file, _, name = test.partition("::")
+        if fits and not any(fit(name) for fit in fits):
+            return False
+        return not run.is_narrowed_by_file or any(p.name == file and p.test.selected([name]) for p in parts)
+
     failed = {test for test, result in ran.items() if result.outcome.is_bad}
-    return [test for test in expected if test not in {*record.tests, *record.left_out, *failed}]
+    there = {*record.tests, *failed}
+    return [test for test in against.tests if test not in there and (test in ran or is_expected(test))]
 
 
 def _also_failing(results: Results, before: Results) -> list[str]:
