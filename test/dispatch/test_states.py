@@ -441,6 +441,20 @@ class TestStatesOfProcesses(StatesCase):
         names = ["report.previous.html", "report.previous.json"]
         self.assertEqual(sorted(path.name for path in (self.root / "r").iterdir()), names)
 
+    def test_no_report_is_overwritten(self):
+        """Neither that of an earlier run nor that of a run at the same time."""
+        folder = self.root / "r"
+        other = f"import pathlib; pathlib.Path({str(folder / 'report.json')!r}).write_text('the other')"
+        self.write({"test_x": body("self.fail()"), "test_y": body(other)})
+        for _ in range(3):
+            self.run_command("-i", "test_x", "--report", folder)
+        self.assertIn("the report of another run is now report.previous-2.json and report.previous-2.html", self.err)
+        self.assertEqual([json.loads(path.read_text())["failed"] for path in folder.glob("*.json")], [1, 1, 1])
+        self.run_command("-i", "test_y", "--report", folder)
+        words = "report.html; the report of another run is now report.previous-4.json\n"
+        self.assertIn(words, self.out)
+        self.assertEqual((folder / "report.previous-4.json").read_text(), "the other")
+
 
 if __name__ == "__main__":
     unittest.main()

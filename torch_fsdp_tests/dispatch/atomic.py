@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import stat
@@ -66,11 +67,19 @@ def write_bytes(path: Path, content: bytes) -> None:
         raise
 
 
-def set_aside(path: Path, name: str) -> None:
-    """Rename a regular file, or the one that a link names, inside its folder. Leaves anything else where it is."""
-    if path.is_file():
-        path = path.resolve()
-        os.replace(path, path.with_name(name))
+def set_aside(path: Path, name: str) -> Path | None:
+    """Rename a regular file, or the one that a link names, inside its folder. Leaves anything else where it is.
+
+    If the name is taken, it gets a number. Returns the new path, or None if nothing was renamed.
+    """
+    if not path.is_file():
+        return None
+    path = path.resolve()
+    stem, dot, ending = name.rpartition(".")
+    names = itertools.chain([name], (f"{stem}-{number}{dot}{ending}" for number in itertools.count(2)))
+    new = next(place for place in map(path.with_name, names) if not place.exists())
+    os.replace(path, new)
+    return new
 
 
 def try_folder(path: Path) -> None:

@@ -312,7 +312,7 @@ def _run(
     console = Console(run, stream, len(planned.jobs), under_test, len(planned.slots))
     keep = []
     if run.report and not run.list_tests:
-        report.set_aside(run.report)
+        _remark(*report.set_aside(run.report, report.FILE, report.PAGE, report.UNFINISHED))
         keep = [report.Unfinished(run.report).keep]
     # After the last file, while the reports are written, signals only change the exit status: reports must be complete.
     children.note((signal.SIGINT, *host.ending_signals()))
@@ -378,7 +378,7 @@ def _record(run: RunTests, results: Results, earlier: Report | None) -> tuple[li
         ("the JUnit report", run.save_xml, lambda folder: junit.write(folder, results)),
         ("the times", run.save_times, lambda folder: times.save(folder, *report.measured(results), os.environ)),
         ("the map", run.save_map, lambda path: reaching.save(run, path, results)),
-        ("the report", run.report, lambda folder: f"report: {short(report.write(folder, results))}"),
+        ("the report", run.report, lambda folder: report.write(folder, results)),
     ]
     for what, path, write in writers:
         try:

@@ -156,20 +156,24 @@ def measured(results: Results) -> tuple[dict[str, float], dict[str, dict[str, fl
     return files, classes, needs
 
 
-def write(folder: Path, results: Results) -> Path:
-    """Write both reports into the folder, and return the path of the HTML one. Raises ``OSError``."""
+def write(folder: Path, results: Results) -> str:
+    """Write both reports into the folder, and say where they are. Raises ``OSError``."""
     data = as_json(results)
+    others = set_aside(folder, FILE, PAGE)  # of a run at the same time
     atomic.write_text(folder / FILE, json.dumps(data, indent=1, default=str) + "\n")
     atomic.write_text(folder / PAGE, html_report.render(data))
     (folder / UNFINISHED).unlink(missing_ok=True)
-    return folder / PAGE
+    return "; ".join([f"report: {installation.short_path(folder / PAGE)}", *others])
 
 
-def set_aside(folder: Path) -> None:
-    """Rename the reports of an earlier run, so that they are not mistaken for those of a killed run."""
-    for name in (FILE, PAGE, UNFINISHED):
+def set_aside(folder: Path, *names: str) -> list[str]:
+    """Rename the reports of another run, so that none is lost or mistaken for that of a killed run. Says so."""
+    renamed = []
+    for name in names:
         stem, dot, ending = name.rpartition(".")
-        atomic.set_aside(folder / name, f"{stem}.{PREVIOUS}{dot}{ending}")
+        renamed.append(atomic.set_aside(folder / name, f"{stem}.{PREVIOUS}{dot}{ending}"))
+    kept = [path.name for path in renamed if path is not None]
+    return [f"the report of another run is now {' and '.join(kept)}"] * bool(kept)
 
 
 class Unfinished:
