@@ -459,6 +459,30 @@ class TestForeignDirectories(TreeCase):
         self.check({"test_x": body(f"self.assertNotIn({str(self.root)!r}, sys.path)")}, passed=1)
 
 
+class TestWritten(TreeCase):
+    """Without it, tests could leave files in the checkout, as when a bug of torch takes a path as relative."""
+
+    def command(self, *arguments: object) -> list[str]:
+        """The command as if the tree had the tests of the suite."""
+        code = "import sys, pathlib; from torch_fsdp_tests.dispatch.main import main; "
+        code += "sys.exit(main(sys.argv[2:], pathlib.Path(sys.argv[1])))"
+        (self.root / "driver.py").write_text(code)
+        return [sys.executable, str(self.root / "driver.py"), str(self.root), *map(str, arguments)]
+
+    def test_a_file_in_the_checkout_fails_the_run(self):
+        writes = "os.makedirs('nowhere'); open('nowhere/0.distcp', 'w').close()"
+        beside = "open(os.path.join(os.path.dirname(__file__), 'x.txt'), 'w').close()"
+        files = {"test_x": body("pass", writes), "a/test_y": body(beside, "open('y', 'w').close(); os.remove('y')")}
+        words = "was left in the folder of the tests: tests may write only into temporary folders, while"
+        says = [
+            f"{self.tree}/{path} {words} {test} ran\n"
+            for path, test in (("a/x.txt", "a/test_y::TestX.test_1"), ("nowhere", "test_x::TestX.test_2"))
+        ]
+        self.check(files, ["-j", "1"], passed=4, code=1, says=says, limit=120)
+        self.assertNotIn(f"{self.tree}/a/y ", self.out)  # it is gone
+        self.assertEqual(self.out.count("was left"), 2)
+
+
 class TestReruns(TreeCase):
     """Without it, a test that fails now and then could look like one that passes."""
 

@@ -28,7 +28,7 @@ from torch_fsdp_tests.dispatch import keywords
 from torch_fsdp_tests.dispatch.expectations import Entry, Situation
 from torch_fsdp_tests.dispatch.plan import ShardedTest, positions_of
 from torch_fsdp_tests.dispatch.runtests import DEFAULT_DIRECTORY, RunTests
-from torch_fsdp_tests.processes import foreign, host, messages
+from torch_fsdp_tests.processes import foreign, host, leaks, messages
 from torch_fsdp_tests.verdict import Reason, SkipKind, events, in_one_line, stream
 
 RANK_PROCESS = "--rank-process"
@@ -110,6 +110,10 @@ class Run:
         for index in picked:
             by_class.setdefault(type(tests[index]).__qualname__, []).append(names[index])
         events.Reporting.announced = by_class
+        if self.orders.run.is_own:
+            folders = {self.orders.run.test_directory, Path(sys.argv[0]).parent}
+            paths = lambda: set[str]().union(*(leaks.paths_below(folder, depth=1) for folder in folders))  # noqa: E731
+            events.Reporting.entries = staticmethod(paths)
         events.Reporting.fail_fast = self.orders.run.fail_fast
         events.Reporting.forgiven = verdicts["known"].keys()
         if gone := {pattern for pattern in self.orders.part.test.order if not positions_of(pattern, names)}:

@@ -25,7 +25,7 @@ from torch_fsdp_tests.dispatch.select import Narrowed, UnknownTest, matching, se
 from torch_fsdp_tests.dispatch.site import LaunchFailure, Site
 from torch_fsdp_tests.dispatch.syntax import tests_by_class
 from torch_fsdp_tests.dispatch.upstream import absent
-from torch_fsdp_tests.processes import host, launcher
+from torch_fsdp_tests.processes import host, launcher, leaks
 from torch_fsdp_tests.processes.launcher import Launch
 from torch_fsdp_tests.settings import ConfigurationError
 from torch_fsdp_tests.verdict import closing_line, first_few, tally
@@ -300,7 +300,7 @@ def _run(
     from torch_fsdp_tests.dispatch.console import Console
     from torch_fsdp_tests.dispatch.runner import Runner
 
-    if run.test_directory == run.default_directory and (missing := devices.missing_packages()) is not None:
+    if run.is_own and (missing := devices.missing_packages()) is not None:
         raise ConfigurationError(missing)
     device_set = planned.device_set
     devices.check(device_set, run.device, run.backend, run.ranks)
@@ -317,7 +317,10 @@ def _run(
     # After the last file, while the reports are written, signals only change the exit status: reports must be complete.
     children.note((signal.SIGINT, *host.ending_signals()))
     runner = Runner(run, planned.jobs, device_set, planned.slots, entries, console, site, children, *keep)
+    before = leaks.paths_below(run.test_directory) if run.is_own else set()
     results = runner.run_rounds()
+    new = leaks.paths_below(run.test_directory) - before if run.is_own else set()
+    results.written = sorted(path for path in new if os.path.dirname(path) not in new)
     if run.list_tests:
         return _print_tests(results)
     last_failures.save(run.reports, device_set.type, files, results, results.remarks)
@@ -365,7 +368,12 @@ def _record(run: RunTests, results: Results, earlier: Report | None) -> tuple[li
     """
     from torch_fsdp_tests.dispatch import compare, junit, reaching, report
 
-    remarks = [*results.list_remarks(), *(f"unknown test: {words}" for words in results.unknown()), *results.remarks]
+    remarks = [
+        *results.list_remarks(),
+        *results.written_remarks(),
+        *(f"unknown test: {words}" for words in results.unknown()),
+        *results.remarks,
+    ]
     if run.perturb and results.failed and not run.fixes:
         remarks.append(
             "perturbation also shows known defects of torch: repeat with --with-fixes to see what else fails"

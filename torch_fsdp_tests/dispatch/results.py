@@ -34,6 +34,7 @@ class Results:
     slots: Sequence[str] = ()
     hosts: Hosts = dataclasses.field(default_factory=Hosts)  # of a launch
     lost: str | None = None  # a description of the first process of the launch that is gone
+    written: Sequence[str] = ()  # what the run left in the folder of the suite's tests
     rounds: Rounds | None = None  # if there can be several; then each file is the sum of its rounds
 
     def take(self, file: FileResult) -> bool:
@@ -160,6 +161,16 @@ class Results:
             remarks.append(f"{entries} {'match' if len(foreign) > 1 else 'matches'} no test here, such as {foreign[0]}")
         return remarks
 
+    def written_remarks(self) -> list[str]:
+        """A sentence for each path that the run left in the folder of the tests, with the tests that ran meanwhile."""
+        by_path: dict[str, list[str]] = {}
+        for file, test in self.tests():
+            for path in test.facts.get("written", ()):
+                by_path.setdefault(path, []).append(f"{file.job.part.name}::{test.name}")
+        words = "was left in the folder of the tests: tests may write only into temporary folders"
+        whiles = {path: f", while {' or '.join(tests)} ran" for path, tests in by_path.items()}
+        return [f"{path} {words}{whiles.get(path, '')}" for path in self.written]
+
     def exit_code(self) -> ExitStatus:
         if self.lost is not None:
             return ExitStatus.BROKEN
@@ -167,6 +178,8 @@ class Results:
             return ExitStatus(128 + self.signal)  # as shells number it
         if self.failed or (self.run.fail_on_flaky and self.flaky()):
             return ExitStatus.HOST if self.hosts.has_suspect() else ExitStatus.FAILED
+        if self.written:
+            return ExitStatus.FAILED
         if self.unknown():
             return ExitStatus.USAGE_ERROR
         if not self.executed:

@@ -94,8 +94,7 @@ def start_forks(run: RunTests, device_set: DeviceSet, children: Children) -> Non
 
 def will_fork(run: RunTests, device_set: DeviceSet) -> bool:
     """Whether it is certain that files will use the fork server: the project's own tests import torch."""
-    own = run.test_directory == run.default_directory
-    return own and devices.under_test(device_set, run, 0)["device"] == CPU
+    return run.is_own and devices.under_test(device_set, run, 0)["device"] == CPU
 
 
 class Runner:

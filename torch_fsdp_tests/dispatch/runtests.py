@@ -117,6 +117,11 @@ class RunTests:
         return self.map is not None and self.save_map is not None and not self.by_reach
 
     @property
+    def is_own(self) -> bool:
+        """Whether it runs the tests of the suite."""
+        return self.test_directory == self.default_directory
+
+    @property
     def is_narrowed_by_file(self) -> bool:
         """True when not every file below the test directory was asked for."""
         by_option = self.distributed_only, self.without_distributed, self.failed_only, self.by_reach

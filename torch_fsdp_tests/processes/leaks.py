@@ -125,3 +125,18 @@ def remove_files(scratch: Path, pids: Iterable[int]) -> Iterator[str]:
     for path in sorted(path for pid in pids for path in Path(_SHARED_MEMORY).glob(f"torch_{pid}_*")):
         yield f"left in shared memory: {path.name}"
         path.unlink(missing_ok=True)
+
+
+def paths_below(folder: Path, depth: int | None = None) -> set[str]:
+    """What lies in a folder of sources, without what Python and editors put there: hidden files, sources and caches.
+
+    With a depth of 1 only the folder itself is read.
+    """
+    found: set[str] = set()
+    for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
+        names = [*folders, *(name for name in files if not name.startswith(".") and not name.endswith((".py", "~")))]
+        found.update(os.path.join(place, name) for name in names)
+        if depth == 1:
+            break
+    return found

@@ -213,6 +213,7 @@ class Reporting(unittest.TestResult):
     announced: Mapping[str, list[str]] = {}  # pending tests by class, for a class fixture that skips them all
     fixture = Fixture("", "")  # the last one that failed or skipped
     fail_fast = False  # whether the first failure ends the file
+    entries: Callable[[], Collection[str]] = tuple  # the paths where no test may leave a file
     forgiven: Collection[str] = ()  # tests that are listed as failing, so their failure does not count
 
     def startTest(self, test: unittest.TestCase) -> None:
@@ -225,6 +226,7 @@ class Reporting(unittest.TestResult):
         self._text: list[str] = []
         self._subtests = 0
         self._subtests_skipped: dict[str, int] = {}  # how many, by reason
+        self._entries = {*type(self).entries()}
         self._began = time.perf_counter()
         stream.send(stream.Started(_running))
         enter(test.id())
@@ -233,6 +235,8 @@ class Reporting(unittest.TestResult):
         global _running
         seconds = time.perf_counter() - self._began
         verdict = self._verdict or self._concluded()
+        if written := {*type(self).entries()} - self._entries:
+            record(written=sorted(written))
         _ended(
             test_name(test),
             dataclasses.replace(verdict, ranks=self._ranks),

@@ -28,6 +28,8 @@ state_dict_loader = torch_names.module("torch.distributed.checkpoint.state_dict_
 
 _numbers = itertools.count()
 
+NOWHERE = os.path.join(os.devnull, "nowhere")  # a path where nothing can be written
+
 State = dict[str, Any]
 # Returns the planner, and optionally the writer, for a ``save``.
 Arguments = Callable[[], dict[str, Any]]
@@ -65,7 +67,7 @@ def one_planner(**kwargs: Any) -> Arguments:
 
 
 def one_writer(caches: bool = True, **kwargs: Any) -> Arguments:
-    planner, writer = planner_class()(enable_plan_caching=caches), FileSystemWriter("nowhere", **kwargs)
+    planner, writer = planner_class()(enable_plan_caching=caches), FileSystemWriter(NOWHERE, **kwargs)
     return lambda: {"planner": planner, "storage_writer": writer}
 
 
@@ -143,7 +145,7 @@ class TestCaches(DTensorTestBase):
     @subtests(save=list(SAVES), sequence=list(SEQUENCES))
     def test_state_dict_that_changes(self, save, sequence):
         """Each checkpoint has what was saved into it, regardless of earlier saves."""
-        arguments, reader, planner = SAVES[save](), FileSystemReader("nowhere"), dcp.DefaultLoadPlanner()
+        arguments, reader, planner = SAVES[save](), FileSystemReader(NOWHERE), dcp.DefaultLoadPlanner()
         for seed, kind in enumerate(SEQUENCES[sequence], 1):
             path = os.path.join(self.temp_dir, f"{save} {sequence} {seed}")
             dcp.save(self._state(kind, seed), checkpoint_id=path, **arguments())

@@ -37,6 +37,8 @@ state_dict_loader = torch_names.module("torch.distributed.checkpoint.state_dict_
 state_dict_utils = torch_names.module("torch.distributed._state_dict_utils")
 process_executor = torch_names.module("torch.distributed.checkpoint._async_process_executor")
 
+NOWHERE = os.path.join(os.devnull, "nowhere")  # a path where nothing can be written
+
 State = dict[str, Any]
 Stage = Callable[[State], Any]
 
@@ -52,8 +54,8 @@ STAGERS: dict[str, Callable[[], Any]] = {
     "DefaultStager, asynchronous": lambda: DefaultStager(options(False, True)),
     "BlockingAsyncStager": BlockingAsyncStager,
     "BlockingAsyncStager, cached": lambda: BlockingAsyncStager(cache_staged_state_dict=True),
-    "FileSystemWriter": lambda: FileSystemWriter("nowhere"),
-    "FileSystemWriter, cached": lambda: FileSystemWriter("nowhere", cache_staged_state_dict=True),
+    "FileSystemWriter": lambda: FileSystemWriter(NOWHERE),
+    "FileSystemWriter, cached": lambda: FileSystemWriter(NOWHERE, cache_staged_state_dict=True),
 }
 # The differences of the second of three state dicts from the others, besides the values.
 CHANGES = (
