@@ -89,11 +89,16 @@ class TestComparison(unittest.TestCase):
             ("foo", values(4.0, -1.0, "1"), True),  # another sign, or another order
             ("foo", values(4.01, 1.0, "1"), True),
             ("foo", values(float("nan"), float("nan"), "1"), True),
-            ("foo", ["gradients\t2 int64\t1\t4.0\t1.0"], True),  # a tolerance is for other numbers
             ("cpu", values(4.0002, 1.0001, "1"), True),
         ):
             after = record({"a": now}, Kind.VALUES, device=device, limits={"float32": 1e-3})
             self.assertIs(bool(behaviour.differences(before, after)), differs, now)
+
+    def test_other_dtypes_have_no_tolerance(self):
+        sides = ([event.replace("float32", "int64") for event in values(4.0, 1.0, crc)] for crc in "01")
+        before, after = (record({"a": side}, Kind.VALUES, device=side[0]) for side in sides)
+        after.limits = {"float32": 1e-3}
+        self.assertEqual(len(self.lines(before, after)), 2)
 
     def test_infinite_values_may_be_equal(self):
         sides = (record({"a": values(float("inf"), 1.0, crc)}, Kind.VALUES, device=crc) for crc in "01")
