@@ -121,6 +121,12 @@ class TestSelecting(TreeCase):
         self.check({}, ["-k", "test_? and (testx or *Y)", "-k", "test_p*"], passed=4)
         says = ["no test matches -k nothing_fits or -k 'no[*]': a word is a part of CLASS.TEST, and a glob ", "NO TEST"]
         self.check({}, ["-k", "nothing_fits", "-k", "no*"], says=says)
+        for plan in (["--list"], ["--dry-run"]):
+            out = self.run_command("-k", "nothing_fits", *plan)
+            self.assertEqual((self.code, out), (5, "" if plan == ["--list"] else "0 jobs, estimate 0.0s\n"))
+            self.assertIn("no test matches -k nothing_fits: ", self.err)
+            out = self.run_command("-k", "test_2", *plan)
+            self.assertEqual((self.code, re.findall(r"test_[xp]", out)), (0, ["test_x"]))
         self.assertEqual((self.run_command("--list", "--tests", "-k", "nothing_fits"), self.code), ("", 5))
         self.assertIn("run_test.py: no test matches -k nothing_fits: ", self.err)
         self.check({}, ["--distributed-tests"], code=5)

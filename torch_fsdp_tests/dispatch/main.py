@@ -136,6 +136,8 @@ def _checked(run: RunTests, site: Site) -> ExitStatus:
         elif selection and not planned.jobs:
             _remark(f"shard {run.shard} of {run.num_shards} has nothing to run: there are fewer jobs than shards")
         status = ExitStatus.OK if selection else ExitStatus.NOTHING_RAN
+        if children is None and planned.jobs and run.patterns:
+            planned, status = _matching(run, site, planned)
         if children is None and run.list_files:
             _print(listing.files_text(planned.jobs, planned.needs), end="\n" if planned.jobs else "")
         elif children is None:
@@ -277,6 +279,29 @@ def _plan(
     else:
         jobs = plan.order(plan.make_jobs(parts, lent, device_set.lendable), len(slots), default)
     return _Plan(jobs, default, needs, ranks, device_set, slots)
+
+
+def _matching(run: RunTests, site: Site, planned: _Plan) -> tuple[_Plan, ExitStatus]:
+    """The plan without files in which no test matches ``-k``. Only the files themselves know the names of their tests.
+
+    Files that cannot be imported stay, as in a run.
+    """
+    import io
+
+    from torch_fsdp_tests.dispatch.console import Console
+    from torch_fsdp_tests.dispatch.runner import Runner
+
+    lister = dataclasses.replace(run, dry_run=False, list_files=True, list_tests=True)
+    under_test = devices.under_test(planned.device_set, run, planned.ranks)
+    with _children(lister, planned.device_set) as children:
+        assert children is not None
+        quiet = Console(lister, io.StringIO(), len(planned.jobs), under_test, len(planned.slots))
+        runner = Runner(lister, planned.jobs, planned.device_set, planned.slots, (), quiet, site, children)
+        results = runner.run()
+    _remark(*filter(None, [results.unmatched()]))
+    left = {file.job.key for file in results.files if file.tests()}
+    jobs = [job for job in planned.jobs if job.key in left]
+    return dataclasses.replace(planned, jobs=jobs), ExitStatus.OK if jobs else ExitStatus.NOTHING_RAN
 
 
 def _dry_run(run: RunTests, planned: _Plan) -> str:
