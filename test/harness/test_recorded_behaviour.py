@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -89,6 +90,21 @@ class TestRecording(FSDPTest):
 
         (*_, end) = recorded(self.rank, train)["events"][Kind.MEMORY]
         self.assertEqual(end, ["end of backward", "0 bytes of parameters", "64 bytes of gradients"])
+
+    @skip_if_lt_x_gpu(2)
+    def test_memory_of_an_earlier_model_in_a_cycle(self):
+        """It is gone when the next model is measured, whether or not the garbage was collected in between."""
+
+        def train() -> None:
+            for _ in range(2):
+                model = fully_shard(nn.Linear(4, 4, bias=False).to(self.device))
+                model.cycle = [model]
+                model.set_requires_gradient_sync(False)
+                model(torch.ones(1, 4, device=self.device)).sum().backward()
+
+        events = recorded(self.rank, train)["events"][Kind.MEMORY]
+        gradients = [each[2] for each in events if each[0] == "end of backward"]
+        self.assertEqual(gradients, ["64 bytes of gradients"] * 2)
 
     @skip_if_lt_x_gpu(2)
     @needs(torch_facts.RUNS_UNDER_FUNCTORCH)
@@ -185,8 +201,11 @@ class TestHooks(TestCase):
         self.assertEqual(line["events"][Kind.COPIES], copies)
 
     def test_a_test_that_compiles_is_left_out(self):
-        line = recorded(0, lambda: torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)))
-        self.assertEqual(line["left_out"], "it compiles")
+        for body in (
+            lambda: torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)),
+            lambda: torch._dynamo.optimize("eager")(lambda x: x + 1)(torch.ones(2)),
+        ):
+            self.assertEqual(recorded(0, body)["left_out"], "it compiles")
 
     def test_a_failure_leaves_no_mode(self):
         with tempfile.TemporaryDirectory() as folder, self.assertRaises(ZeroDivisionError):

@@ -6,6 +6,7 @@ weak references. So what FSDP lets go of, and something else keeps, still counts
 
 from __future__ import annotations
 
+import gc
 import importlib
 import time
 import weakref
@@ -37,9 +38,14 @@ class Memory:
     """The storages of one rank."""
 
     def __init__(self) -> None:
-        self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.is_used = self._is_new = False  # whether FSDP has made an owner, and one since the last measurement
+        self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._seen: dict[int, tuple[StorageWeakRef, str]] = {}
         self._kept: set[int] = set()  # those that something else keeps
+
+    def add(self, owner: Any) -> None:
+        self._owners.add(owner)
+        self.is_used = self._is_new = True
 
     def see(self, kind: str, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in filter(has_storage, map(local, tensors)):
@@ -48,7 +54,10 @@ class Memory:
 
     def alive(self) -> dict[str, int]:
         """The bytes of each kind. A freed storage that can be allocated again counts as none."""
-        held = [(kind, local(each)) for owner in list(self.owners) for kind, each in _held(owner)]
+        if self._is_new:
+            gc.collect()  # a test's earlier model may be in cycles
+            self._is_new = False
+        held = [(kind, local(each)) for owner in list(self._owners) for kind, each in _held(owner)]
         for kind, tensor in held:
             self.see(kind, [tensor])
         self._wait_for_backend({tensor.untyped_storage()._cdata for _, tensor in held if has_storage(tensor)})
@@ -63,15 +72,14 @@ class Memory:
         return sizes
 
     def _wait_for_backend(self, held: set[int]) -> None:
-        """Wait once for each gradient that FSDP1 has let go of. FSDP2 sends copies."""
-        if any(hasattr(owner, "flat_param") for owner in self.owners):
-            until = time.monotonic() + MOMENT
-            gone = {key for key, (_, kind) in self._seen.items() if kind == GRADIENTS} - held - self._kept
-            while gone := {key for key in gone if not self._seen[key][0].expired()}:
-                if time.monotonic() > until:
-                    self._kept |= gone
-                    return
-                time.sleep(0.001)
+        """Wait once for each gradient that FSDP has let go of."""
+        until = time.monotonic() + MOMENT
+        gone = {key for key, (_, kind) in self._seen.items() if kind == GRADIENTS} - held - self._kept
+        while gone := {key for key in gone if not self._seen[key][0].expired()}:
+            if time.monotonic() > until:
+                self._kept |= gone
+                return
+            time.sleep(0.001)
 
 
 def _held(owner: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -68,9 +68,8 @@ class Session:
         self.measure(name)
 
     def measure(self, place: str) -> None:
-        if (
-            self.memory.owners and not self.is_thread
-        ):  # the other threads decide when a collective lets go of its tensors
+        # The other threads decide when a collective lets go of its tensors.
+        if self.memory.is_used and not self.is_thread:
             self.add(Kind.MEMORY, place, *(f"{size} bytes of {kind}" for kind, size in self.memory.alive().items()))
 
     def value(self, name: str, value: Any) -> None:
@@ -228,6 +227,8 @@ def _install() -> None:
     _around(torch.optim.Optimizer, "state_dict", _state_dict)
     _around(torch.autograd, "backward", _backward)
     _around(torch, "compile", _compile)
+    if "torch._dynamo" in sys.modules:  # else the test file does not use it
+        _around(sys.modules["torch._dynamo"], "optimize", _compile)
     _around(TestCase, "assertEqual", _assert_equal)
     _around(unittest.case._AssertRaisesContext, "__exit__", _raises)
     _around(warnings, "warn", _warn)
@@ -241,16 +242,16 @@ def _around(owner: Any, name: str, hook: Callable[..., Any]) -> None:
     own = vars(owner).get(name)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        former = own if own is not None else getattr(super(owner, args[0]), name).__func__
-        session = None if torch.compiler.is_compiling() else _current.session
-        return former(*args, **kwargs) if session is None else hook(session, former, *args, **kwargs)
+        if torch.compiler.is_compiling() or _current.session is None:
+            return own(*args, **kwargs) if own else getattr(super(owner, args[0]), name)(*args[1:], **kwargs)
+        return hook(_current.session, own or getattr(super(owner, args[0]), name).__func__, *args, **kwargs)
 
     setattr(owner, name, functools.wraps(own or getattr(owner, name, wrapper))(wrapper))
 
 
 def _owned(session: Session, former: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     former(self, *args, **kwargs)
-    session.memory.owners.add(self)
+    session.memory.add(self)
 
 
 def _forward(session: Session, former: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
