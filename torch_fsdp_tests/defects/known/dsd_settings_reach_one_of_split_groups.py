@@ -52,5 +52,5 @@ tried: 2.9, 2.13, 2.15
 --- torch/distributed/checkpoint/state_dict.py
 @@ _split_optim_state_dict
 -                        pg_mapping[id(loaded_param_group)] = len(return_osd[_PG]) - 1
-+                        pg_state[-1].update((key, loaded_param_group[key]) for key in loaded_param_group.keys() - {_PARAMS})
-"""  # noqa: E501
++                        pg_state[-1].update((k, v) for k, v in loaded_param_group.items() if k != _PARAMS)
+"""

@@ -61,6 +61,8 @@ tried: 2.9, 2.13, 2.15
 +        for state_value, shape, stride in zip(pos_dim_tensors, unflat_param_shapes, flat_param._strides)
 @@ _shard_orig_param_state
 -            value = value.flatten()[
-+            ordered = value.new_empty_strided(value.shape, flat_param._strides[param_idx]).copy_(value)
-+            value = ordered.as_strided((value.numel(),), (1,))[
++            if value.shape == flat_param._shapes[param_idx]:
++                ordered = value.new_empty_strided(value.shape, flat_param._strides[param_idx])
++                value = ordered.copy_(value).as_strided((value.numel(),), (1,))
++            value = value.flatten()[
 """

@@ -54,7 +54,7 @@ tried: 2.9, 2.13, 2.15
 @@ _shard_orig_param_state
          ):
 +            for dim, size in enumerate(flat_param._shapes[param_idx]):
-+                parts = value.chunk(value.size(dim) // size, dim)
++                parts = value.chunk(max(value.size(dim) // size, 1), dim)
 +                value = parts[dist.get_rank() % len(parts)]
              value = value.flatten()[
 """

@@ -42,10 +42,7 @@ tried: 2.9, 2.13, 2.15
 
 --- torch/distributed/fsdp/_state_dict_utils.py
 @@ _sharded_pre_load_state_dict_hook
--            chunk_size = (
--                math.ceil(dim_0_size / fsdp_state.world_size)
--                * param_numel
+                 * param_numel
 -                // dim_0_size
--            )
-+            chunk_size = math.ceil(dim_0_size / fsdp_state.world_size) * param.size()[1:].numel()
++                // max(dim_0_size, 1)
 """
