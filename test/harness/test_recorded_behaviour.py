@@ -257,6 +257,7 @@ class TestDigest(unittest.TestCase):
             ({"a": 1, "b": "x"}, "1 number 1 object"),
             ([id(s) for s in "ab"], "2 address"),
             (torch.ones(2, device="meta"), "1 float32"),
+            (nn.LazyLinear(2).state_dict(), "2 object"),
             (torch.ones(2, dtype=torch.complex64), "1 complex64"),
         ):
             self.assertEqual(digest(value)[0], kinds)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -62,7 +63,7 @@ class _Digest:
         self.norm = self.signed = 0.0
 
     def add(self, leaf: Any) -> None:
-        if isinstance(leaf, torch.Tensor):
+        if _is_tensor(leaf):
             leaf = local(leaf)
             self._add_array(dtype_of(leaf), *_content(leaf))
         elif isinstance(leaf, int) and leaf >= _ADDRESSES:
@@ -116,7 +117,12 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in _leaves(values) if isinstance(leaf, torch.Tensor))
+    return filter(_is_tensor, _leaves(values))
+
+
+def _is_tensor(leaf: Any) -> bool:
+    """Whether it is a tensor with a shape, which a parameter of a lazy module does not have yet."""
+    return isinstance(leaf, torch.Tensor) and not is_lazy(leaf)
 
 
 def described(tensors: Iterable[torch.Tensor]) -> list[str]:
