@@ -17,9 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from torch_fsdp_tests.dispatch.atomic import write_text  # noqa: E402
-from torch_fsdp_tests.dispatch.listing import plural, seconds  # noqa: E402
 from torch_fsdp_tests.processes import host  # noqa: E402
-from torch_fsdp_tests.verdict import SkipKind, closing_line, tally  # noqa: E402
+from torch_fsdp_tests.verdict import SkipKind, closing_line, plural, seconds, tally  # noqa: E402  # noqa: E402
 
 BEGIN, END = "<!-- made by python .ci/figures.py -->", "<!-- end of what python .ci/figures.py made -->"
 # What the reasons of these kinds have in common. Other reasons are listed one by one.

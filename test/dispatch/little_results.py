@@ -8,8 +8,7 @@ from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun
 from torch_fsdp_tests.dispatch.result import Attempt, EndKind, FileResult, ProcessEnd
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.verdict import State, tally
-from torch_fsdp_tests.verdict.stream import TestResult
+from torch_fsdp_tests.verdict import State, TestResult, tally
 
 MACHINE = {"cpu": "Abacus 9", "instruction_sets": "AVX2", "blas": "mkl", "threads": 2, "memory": 5.5}
 RUN = RunTests(Path("test"), Path("test"))
@@ -23,7 +22,7 @@ def file_of(*tests: TestResult, name: str = "test_x", ended: float = 1.0, **more
 
 def a_test(name: str, outcome: State = State.PASSED, **more: Any) -> dict[str, Any]:
     """A test in the format of ``report.json``."""
-    test = TestResult(name, outcome, seconds=0.5, facts={"world_size": 2})
+    test = TestResult(outcome, name=name, seconds=0.5, facts={"world_size": 2})
     return report._test(Results(RUN), file_of(test), test, flaky=False) | {"repeat": "", **more}
 
 

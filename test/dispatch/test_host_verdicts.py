@@ -12,8 +12,7 @@ from torch_fsdp_tests.dispatch.hosts import Host, Hosts
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.rounds import Rounds
 from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.verdict import RankResult, State
-from torch_fsdp_tests.verdict.stream import TestResult
+from torch_fsdp_tests.verdict import RankResult, State, TestResult
 
 MACHINE = {"cpu": "Beads", "instruction_sets": "AVX2", "memory": 8.0}
 PASSED = {"state": State.PASSED, "reported": "passed"}
@@ -34,7 +33,7 @@ def a_test(*ranks: dict[str, Any], outcome: State = State.ERROR, **facts: Any) -
     """A test with these results of its ranks. Without any, all four ranks passed."""
     results = tuple(RankResult(number, **rank) for number, rank in enumerate(ranks))
     outcome = outcome if ranks else State.PASSED
-    return TestResult("T.test_1", outcome, ranks=results, facts={"world_size": len(ranks) or 4, **facts})
+    return TestResult(outcome, name="T.test_1", ranks=results, facts={"world_size": len(ranks) or 4, **facts})
 
 
 def verdicts(*tests: TestResult) -> dict[str, tuple[str, int, int, int, int]]:
@@ -69,7 +68,10 @@ class TestVerdicts(unittest.TestCase):
         self.assertEqual(verdicts(a_test(RAISED, PASSED)), {"a": ("ok", 0, 1, 0, 0), "b": ("ok", 0, 0, 0, 0)})
         known = a_test(PASSED, PASSED, PASSED, RAISED, outcome=State.KNOWN_FAILURE)
         self.assertEqual(verdicts(known)["b"][0], "ok")
-        for result in (TestResult("T", State.PASSED), TestResult("T", State.SKIPPED, facts={"world_size": 4})):
+        for result in (
+            TestResult(State.PASSED, name="T"),
+            TestResult(State.SKIPPED, name="T", facts={"world_size": 4}),
+        ):
             self.assertEqual(verdicts(result)["a"], ("ok", 0, 0, 0, 0))
 
     def test_share_of_time(self):

@@ -31,8 +31,7 @@ from torch_fsdp_tests.dispatch.select import UnknownTest, select
 from torch_fsdp_tests.dispatch.upstream import absent
 from torch_fsdp_tests.installed_torch.version_ranges import version_fits
 from torch_fsdp_tests.settings import ConfigurationError
-from torch_fsdp_tests.verdict import State
-from torch_fsdp_tests.verdict.stream import TestResult
+from torch_fsdp_tests.verdict import State, TestResult
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -630,7 +629,7 @@ class TestOutcomes(unittest.TestCase):
     def outcomes(self, *attempts: Sequence[str]) -> tuple[list[str], list[str]]:
         """The outcome of ``T.a``, and the flaky tests, after processes that reported these outcomes of it."""
         job = Job(ShardedTest(TestRun("f")), 0)
-        reported = (worst_of_each(TestResult("T.a", State(outcome)) for outcome in each) for each in attempts)
+        reported = (worst_of_each(TestResult(State(outcome), name="T.a") for outcome in each) for each in attempts)
         file = FileResult(tuple(Attempt(job, ProcessEnd(EndKind.EXITED, 0), tuple(tests), 0, 1) for tests in reported))
         return [test.outcome.value for test in file.tests()], file.flaky()
 
@@ -648,9 +647,9 @@ class TestOutcomes(unittest.TestCase):
 
     def test_what_is_kept_of_several_outcomes(self):
         results = [
-            TestResult("T.a", State.FAILED, seconds=1.0, reason="why", notes=("a leak",)),
-            TestResult("T.b", State.PASSED),
-            TestResult("T.a", State.PASSED, seconds=2.0, notes=("another",)),
+            TestResult(State.FAILED, name="T.a", seconds=1.0, reason="why", notes=("a leak",)),
+            TestResult(State.PASSED, name="T.b"),
+            TestResult(State.PASSED, name="T.a", seconds=2.0, notes=("another",)),
         ]
         kept = dataclasses.replace(results[0], seconds=3.0, notes=("a leak", "another"))
         self.assertEqual(worst_of_each(results), [kept, results[1]])
@@ -663,7 +662,7 @@ class TestMemory(FolderCase):
         self, before: Failed, outcomes: dict[str, str], *included: str, parts: int = 1, stopped: bool = False
     ) -> Failed:
         """The failures of a file that are remembered after a run with these outcomes, if ``before`` was known."""
-        tests = tuple(TestResult(name, State(outcome)) for name, outcome in outcomes.items())
+        tests = tuple(TestResult(State(outcome), name=name) for name, outcome in outcomes.items())
         job = Job(ShardedTest(TestRun("f", frozenset(included)), 1, parts), 0)
         ending = ProcessEnd(EndKind.STOPPED) if stopped else ProcessEnd(EndKind.EXITED, 0)
         file = FileResult((Attempt(job, ending, tests, 0.0, 1.0, matched=frozenset()),))

@@ -14,8 +14,7 @@ from torch_fsdp_tests.dispatch.result import FileResult
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.rounds import MAX_KEPT, MAX_SECONDS, Rounds, Times
 from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.verdict import RankResult, State
-from torch_fsdp_tests.verdict.stream import TestResult
+from torch_fsdp_tests.verdict import RankResult, State, TestResult
 
 
 def folded(*files: FileResult) -> tuple[Rounds, FileResult]:
@@ -58,9 +57,9 @@ class TestFold(unittest.TestCase):
     """Without it, a later round could hide the failure of an earlier one, or memory could grow with the rounds."""
 
     def test_a_failure_of_one_round_is_kept(self):
-        passed = TestResult("T.test_1", State.PASSED, seconds=1.0)
+        passed = TestResult(State.PASSED, name="T.test_1", seconds=1.0)
         rank = RankResult(3, State.ERROR, reported="error", exception="E", message="lost", at=1.0, host="host-b")
-        failed = TestResult("T.test_1", State.ERROR, seconds=9.0, ranks=(RankResult(0, State.PASSED), rank))
+        failed = TestResult(State.ERROR, name="T.test_1", seconds=9.0, ranks=(RankResult(0, State.PASSED), rank))
         for order in ((passed, failed, passed), (failed, passed, passed), (passed, passed, failed)):
             kept, file = folded(*(file_of(test, output=test.outcome.value) for test in order))
             record = kept.record(file, "T.test_1").to_json()
@@ -84,11 +83,11 @@ class TestFold(unittest.TestCase):
         }.items():
             for states in pairs:
                 with self.subTest(states):
-                    _, file = folded(*(file_of(TestResult("T.test_1", State(state))) for state in states))
+                    _, file = folded(*(file_of(TestResult(State(state), name="T.test_1")) for state in states))
                     self.assertEqual([test.outcome.value for test in file.tests()], [expected])
 
     def test_failures_of_different_rounds_are_all_kept(self):
-        bad, good = ([TestResult(f"T.test_{n}", state) for n in (1, 2)] for state in (State.FAILED, State.PASSED))
+        bad, good = ([TestResult(state, name=f"T.test_{n}") for n in (1, 2)] for state in (State.FAILED, State.PASSED))
         second, third = file_of(bad[0], good[1], output="first"), file_of(good[0], bad[1], output="second")
         kept, file = folded(file_of(*good), second, third)
         self.assertEqual(file.tests(), bad)
@@ -98,14 +97,14 @@ class TestFold(unittest.TestCase):
     def test_a_failure_is_news_only_once(self):
         kept = Rounds()
         kept.number = 1
-        one, two = TestResult("T.test_1", State.FAILED), TestResult("T.test_2", State.ERROR)
+        one, two = TestResult(State.FAILED, name="T.test_1"), TestResult(State.ERROR, name="T.test_2")
         self.assertEqual([kept.take(file_of(*tests)) for tests in ([one], [one], [one, two])], [True, False, True])
 
     def test_a_thousand_rounds_are_no_more_than_a_few(self):
         kept = Rounds()
         for kept.number in range(1, 1001):
             note = f"process {kept.number} was left"
-            kept.take(file_of(TestResult("T.test_1", State.FAILED, seconds=1.0), output="x" * 100, notes=(note,)))
+            kept.take(file_of(TestResult(State.FAILED, name="T.test_1", seconds=1.0), output="x" * 100, notes=(note,)))
         (file,) = kept.files
         record = kept.record(file, "T.test_1")
         self.assertEqual((record.failed, len(record.failures)), (1000, MAX_KEPT))
@@ -124,7 +123,7 @@ class TestFold(unittest.TestCase):
 
     def test_when_no_other_round_begins(self):
         states = (State.PASSED, State.FAILED, State.SKIPPED)
-        passed, failed, nothing = (file_of(TestResult("T.test_1", state)) for state in states)
+        passed, failed, nothing = (file_of(TestResult(state, name="T.test_1")) for state in states)
         for file, keep_going, more, expected in (
             (passed, False, {}, False),
             (failed, True, {}, False),

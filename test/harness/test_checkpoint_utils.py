@@ -17,8 +17,7 @@ from torch_fsdp_tests.common_distributed.multi_threaded import run_threads
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.distributed.common_state_dict import copied
-from torch_fsdp_tests.ranks import Outcome
-from torch_fsdp_tests.verdict import State
+from torch_fsdp_tests.verdict import RankResult, State
 
 
 class Method:
@@ -116,9 +115,9 @@ class TestSharedDirectory(Processes):
         paths: list[Any] = [None] * 3
         names: list[Any] = [None] * 3
 
-        def live(rank: int) -> Outcome:
+        def live(rank: int) -> RankResult:
             paths[rank], names[rank] = Method().write_and_list(rank, after=dist.barrier)
-            return Outcome(rank, State.PASSED)
+            return RankResult.report(rank, State.PASSED)
 
         run_threads(3, live)
         self.assertEqual(names, [["0", "1", "2"]] * 3)

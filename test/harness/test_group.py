@@ -8,15 +8,19 @@ from unittest import mock
 
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.processes.messages import MessageError
-from torch_fsdp_tests.ranks import HarnessError, Outcome, RankGroup, group, protocol
+from torch_fsdp_tests.ranks import HarnessError, RankGroup, group, protocol
 from torch_fsdp_tests.ranks.group import Stage
 from torch_fsdp_tests.ranks.local import LocalRanks
 from torch_fsdp_tests.ranks.server import ServerHandle
-from torch_fsdp_tests.verdict import State
+from torch_fsdp_tests.verdict import RankResult, State
 
 MANY = 128  # ranks
 LIMIT = 0.2  # seconds of a test that does not end by itself
 AT_ONCE = 20  # seconds, even on a busy machine
+
+
+def passed(rank: int) -> RankResult:
+    return RankResult.report(rank, State.PASSED, at=1.0)
 
 
 class Nowhere:
@@ -57,8 +61,7 @@ class Nowhere:
 
     def passes(self, *processes: int) -> None:
         for each in processes:
-            report = protocol.Reported(each, Outcome(each, State.PASSED), 1.0, False)
-            self.events += [report, protocol.Ended(0, each, 0, 1.0)]
+            self.events += [passed(each), protocol.Ended(0, each, 0, 1.0)]
 
     def give_up(self) -> None:
         self.requests.append("give up")
@@ -86,8 +89,8 @@ class TestGroup(TestCase):
         transport.events.append(protocol.Waits(0))
         reports = made.wait(AT_ONCE)
         self.assertEqual(dict(transport.orders), {each: [protocol.Continue()] for each in range(MANY)})
-        self.assertEqual([(each.rank, each.outcome, each.ending.code) for each in reports],
-                         [(rank, Outcome(rank, State.PASSED), 0) for rank in range(MANY)])  # fmt: skip
+        self.assertEqual([(each.rank, each.reported, each.exit_code) for each in reports],
+                         [(rank, "passed", 0) for rank in range(MANY)])  # fmt: skip
         self.assertEqual(transport.requests, ["end"])
         made.close()
         self.assertEqual(transport.requests, ["end", "close"])
@@ -99,9 +102,9 @@ class TestGroup(TestCase):
         transport.events += [protocol.Waits(0), protocol.Raised(1)]
         made._receive(0)
         self.assertEqual(dict(transport.orders), {0: [protocol.Continue()]})
-        error = Outcome(1, State.ERROR)
-        transport.events += [protocol.Reported(1, error, 1.0, False), protocol.Ended(0, 1, 0, 1.0)]
-        self.assertEqual([report.outcome for report in made.wait(AT_ONCE)], [Outcome(0, State.PASSED), error])
+        error = RankResult.report(1, State.ERROR, at=1.0)
+        transport.events += [error, protocol.Ended(0, 1, 0, 1.0)]
+        self.assertEqual([report.reported for report in made.wait(AT_ONCE)], ["passed", "error"])
 
     def test_no_rank_continues_after_the_limit(self):
         """Rank 1 hangs, and rank 0 waits for it. Events after the request for stacks do not count."""
@@ -119,24 +122,23 @@ class TestGroup(TestCase):
         with mock.patch.object(transport, "send", send_and_receive_of_rank_1):
             first, second = made.wait(LIMIT)
         self.assertEqual(dict(transport.orders), {})
-        self.assertEqual((first.outcome, first.ending.code), (Outcome(0, State.PASSED), 0))
-        self.assertEqual((second.outcome, second.ending.ours, second.stacks), (None, True, "stack 1"))
+        self.assertEqual((first.reported, first.exit_code), ("passed", 0))
+        self.assertEqual((second.reported, second.killed, second.text), ("", True, "stack 1"))
         self.assertTrue(LIMIT <= second.at < LIMIT + AT_ONCE, second.at)
 
     def test_causes_are_in_the_order_of_time(self):
         """Events may arrive in another order."""
         transport = Nowhere(starts=False)
         made = self.group(2, transport)
-        error = Outcome(0, State.ERROR, "consequence")
         transport.events = [
-            protocol.Reported(0, error, 15.0, False),
+            RankResult.report(0, State.ERROR, text="consequence", at=15.0),
             protocol.Started(0, (0,), "here", (1000,), 10.0),
             protocol.Started(0, (1,), "there", (None,), 11.0),
             protocol.Ended(0, 0, 0, 15.5),
             protocol.Ended(0, 1, 9, 14.0),
         ]
         reports = made.wait(LIMIT)
-        self.assertEqual([(each.at, each.ending.signal) for each in reports], [(5.0, None), (4.0, 9)])
+        self.assertEqual([(each.at, each.signal) for each in reports], [(5.0, None), (4.0, "SIGKILL")])
         self.assertEqual([process.pid for process in made.processes], [1000, None])
         self.assertEqual([each.host for each in reports], ["here", "there"])
 
@@ -158,8 +160,8 @@ class TestGroup(TestCase):
         for test in ("test_a", "test_b"):
             self.assertTrue(made.ready())
             made.begin(test)
-            transport.events += [protocol.Reported(each, Outcome(each, State.PASSED), 1.0, False) for each in (0, 1)]
-            self.assertEqual([each.ending.code for each in made.wait(LIMIT)], [0, 0])
+            transport.events += [passed(each) for each in (0, 1)]
+            self.assertEqual([each.exit_code for each in made.wait(LIMIT)], [0, 0])
         transport.events += [protocol.Ended(0, 1, ending, 2.0)] * bool(ending)
         self.assertEqual(made.ready(), not ending)
         made.close()

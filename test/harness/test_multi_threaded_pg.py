@@ -21,9 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_fsdp_tests.common_distributed.multi_threaded import run_threads
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.ranks import Outcome
 from torch_fsdp_tests.ranks.threaded_pg import CollectiveTimeout, Mismatch, PeerFailed, ThreadLocalWorld
-from torch_fsdp_tests.verdict import State
+from torch_fsdp_tests.verdict import RankResult, State
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int64, torch.int32, torch.int8, torch.uint8]
@@ -173,13 +172,13 @@ def in_threads(size: int, body: Callable[[int], Any]) -> list[Any]:
     """Run `body(rank)` in one thread per rank. Returns, by rank, the result or the exception that ended it."""
     outcomes: list[Any] = [None] * size
 
-    def live(rank: int) -> Outcome:
+    def live(rank: int) -> RankResult:
         try:
             outcomes[rank] = body(rank)
         except BaseException as error:
             outcomes[rank] = error
             raise
-        return Outcome(rank, State.PASSED)
+        return RankResult.report(rank, State.PASSED)
 
     run_threads(size, live)
     return outcomes
@@ -459,7 +458,7 @@ class TestFailures(ThreadsTestCase):
             if rank == 1:
                 raise LookupError("gone")
             dist.broadcast(torch.zeros(1), 1)
-            return Outcome(rank, State.PASSED)
+            return RankResult.report(rank, State.PASSED)
 
         with unittest.mock.patch.object(dist, "init_process_group", init_at_rank_0):
             before = run_threads(2, wait_for_rank_1)
@@ -550,14 +549,14 @@ class TestFailures(ThreadsTestCase):
         """Otherwise a DeviceMesh that is made before the device's runtime starts would choose a device by rank."""
         bound = []
         with unittest.mock.patch.object(accelerator.Accelerator, "bind", lambda device, rank: bound.append(rank)):
-            run_threads(3, lambda rank: Outcome(rank, State.PASSED))
+            run_threads(3, lambda rank: RankResult.report(rank, State.PASSED))
         self.assertEqual(bound, [0, 0, 0])
 
     def test_rank_fails_if_its_group_cannot_be_destroyed(self):
         def body(rank):
             if rank == 1:
                 dist.distributed_c10d._world.pg_map = None
-            return Outcome(rank, State.PASSED)
+            return RankResult.report(rank, State.PASSED)
 
         intact, broken = run_threads(2, body)
         self.assertEqual((intact.state, broken.state), (State.PASSED, State.ERROR))
@@ -573,7 +572,7 @@ class TestFakeModes(ThreadsTestCase):
         def body(rank):
             with FakeTensorMode():
                 self.assertEqual(torch.ones(rank + 1).shape, (rank + 1,))
-            return Outcome(rank, State.PASSED)
+            return RankResult.report(rank, State.PASSED)
 
         for _ in range(3):
             self.assertEqual([outcome.state for outcome in run_threads(2, body)], [State.PASSED, State.PASSED])

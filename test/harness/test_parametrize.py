@@ -14,8 +14,7 @@ from torch_fsdp_tests import common_utils
 from torch_fsdp_tests.common_distributed import MultiProcessTestCase, run_subtests
 from torch_fsdp_tests.common_distributed.case import run_in_rank
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests, subtest
-from torch_fsdp_tests.ranks import Outcome
-from torch_fsdp_tests.verdict import State
+from torch_fsdp_tests.verdict import RankResult, State
 
 
 class Color(enum.Enum):
@@ -102,7 +101,7 @@ class SubtestsTest(TestCase):
 
     VALUES: dict[str, Sequence[int]] = {"a": [1, 2], "b": [3, 4, 5]}
 
-    def in_rank(self, body: Callable[..., object], values: dict[str, Sequence[int]] = VALUES) -> Outcome:
+    def in_rank(self, body: Callable[..., object], values: dict[str, Sequence[int]] = VALUES) -> RankResult:
         class Case(MultiProcessTestCase):
             def test_it(self):
                 pass

@@ -22,8 +22,7 @@ from torch_fsdp_tests.common_distributed.case import get_timeout, run_in_rank
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests, subtest
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.ranks import server
-from torch_fsdp_tests.ranks.outcome import Ending, Outcome, RankReport
-from torch_fsdp_tests.verdict import State, events
+from torch_fsdp_tests.verdict import RankResult, State, events
 
 FAULTS = INPUTS / "faults.py"
 HANG_LIMIT = 2  # seconds for a test of faults.py that uses its whole limit
@@ -335,8 +334,8 @@ class TestTimes(TestCase):
 
     def test_times_are_recorded_by_rank(self):
         """Those of a rank without a report are 0."""
-        outcomes = {rank: Outcome(rank, State.PASSED, seconds=3.0 + rank, cpu=0.5 + rank) for rank in (0, 2)}
-        reports = [RankReport(rank, outcomes.get(rank), Ending(code=0), 1.0) for rank in (2, 1, 0)]
+        times = {rank: RankResult.report(rank, State.PASSED, seconds=3.0 + rank, cpu=0.5 + rank) for rank in (0, 2)}
+        reports = [times.get(rank, RankResult(rank)) for rank in (2, 1, 0)]
         recorded: dict[str, Any] = {}
         with unittest.mock.patch.object(events, "record", recorded.update):
             MultiProcessTestCase()._record(reports)

@@ -13,9 +13,18 @@ from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tes
 from torch_fsdp_tests.dispatch import result, worker, workers
 from torch_fsdp_tests.processes import messages
 from torch_fsdp_tests.ranks import outcome
-from torch_fsdp_tests.ranks.outcome import Ending, Outcome, RankReport, capture, judge, raised
-from torch_fsdp_tests.verdict import COUNTED, RankResult, State, Verdict, by_cause, closing_line, tally
-from torch_fsdp_tests.verdict.stream import Ended, TestResult
+from torch_fsdp_tests.ranks.outcome import Ending, capture, judge, raised, with_any_ending
+from torch_fsdp_tests.verdict import (
+    COUNTED,
+    Phase,
+    RankResult,
+    State,
+    TestResult,
+    Verdict,
+    by_cause,
+    closing_line,
+    tally,
+)
 
 
 @instantiate_parametrized_tests
@@ -66,13 +75,13 @@ class TestCounts(TestCase):
         self.assertEqual(counts[State.FAILED], sum(state.is_bad for state in State))
 
     def test_only_a_rank_can_be_still_running(self):
-        for make in (Verdict, functools.partial(TestResult, "T.test_1")):
+        for make in (Verdict, TestResult):
             self.assertRaises(ValueError, make, State.STILL_RUNNING)
             make(State.TIMED_OUT)
-        line = b'["Ended", {"result": {"name": "T.test_1", "outcome": "still running"}}]'
+        line = b'["TestResult", {"name": "T.test_1", "outcome": "still running"}]'
         with self.assertRaises(messages.MessageError):
-            messages.decode(line, [Ended])
-        messages.decode(line.replace(b"still running", b"timed out"), [Ended])
+            messages.decode(line, [TestResult])
+        messages.decode(line.replace(b"still running", b"timed out"), [TestResult])
 
     def test_the_closing_line_names_known_failures(self):
         self.assertEqual(closing_line(tally([])), "0 passed, 0 failed, 0 skipped")
@@ -87,29 +96,29 @@ class TestCounts(TestCase):
 
 LIMIT = 100.0
 GAVE_UP = LIMIT * outcome.COLLECTIVE_TIMEOUT_FRACTION  # when a collective times out
-KILLED = Ending(signal=signal.SIGKILL, ours=True)
+KILLED = Ending(signal=signal.SIGKILL, ours=True).facts
 
 
-def passed(rank: int, at: float = 1.0) -> RankReport:
-    return RankReport(rank, Outcome(rank, State.PASSED), Ending(code=0), at)
+def passed(rank: int, at: float = 1.0) -> RankResult:
+    return RankResult.report(rank, State.PASSED, exit_code=0, at=at)
 
 
-def skipped(rank: int, at: float) -> RankReport:
-    return RankReport(rank, Outcome(rank, State.SKIPPED, "not here"), Ending(code=0), at)
+def skipped(rank: int, at: float) -> RankResult:
+    return RankResult.report(rank, State.SKIPPED, message="not here", exit_code=0, at=at)
 
 
-def reported(rank: int, at: float, error: BaseException) -> RankReport:
-    return RankReport(rank, raised(rank, error), Ending(code=0), at)
+def reported(rank: int, at: float, error: BaseException) -> RankResult:
+    return dataclasses.replace(raised(rank, error), exit_code=0, at=at)
 
 
-def stays(report: RankReport, at: float) -> RankReport:
+def stays(report: RankResult, at: float) -> RankResult:
     """The rank has reported, but its process did not end until it was killed."""
-    return dataclasses.replace(report, ending=KILLED, at=at)
+    return dataclasses.replace(report, **KILLED, at=at)
 
 
-def leaves(report: RankReport, code: int) -> RankReport:
+def leaves(report: RankResult, code: int) -> RankResult:
     """The rank has reported, and then its process exited with this code."""
-    return dataclasses.replace(report, ending=Ending(code=code))
+    return dataclasses.replace(report, exit_code=code)
 
 
 def in_body(error: BaseException) -> BaseException:
@@ -117,12 +126,12 @@ def in_body(error: BaseException) -> BaseException:
     return error
 
 
-def hung(rank: int, at: float) -> RankReport:
-    return RankReport(rank, None, KILLED, at)
+def hung(rank: int, at: float) -> RankResult:
+    return RankResult(rank, **KILLED, at=at)
 
 
-def died(rank: int, at: float, number: int = signal.SIGSEGV) -> RankReport:
-    return RankReport(rank, None, Ending(signal=number), at)
+def died(rank: int, at: float, number: int = signal.SIGSEGV) -> RankResult:
+    return RankResult(rank, signal=signal.Signals(number).name, at=at)
 
 
 LATE, EARLY, WRONG = RuntimeError("Timed out waiting"), RuntimeError("Connection closed by peer"), AssertionError()
@@ -169,9 +178,9 @@ class TestBlame(TestCase):
     def test_the_cause_comes_first(self, name):
         reports, state, order = BLAMED[name]
         verdict = judge([*reports, passed(len(reports))], LIMIT, {})
-        self.assertEqual((verdict.state, [rank.rank for rank in by_cause(verdict.ranks)]), (state, order))
+        self.assertEqual((verdict.outcome, [rank.rank for rank in by_cause(verdict.ranks)]), (state, order))
         self.assertRegex(verdict.reason, rf"^ranks? {order[0]}\b")
-        self.assertRegex(verdict.text, rf"^ranks? {order[0]}\b")
+        self.assertRegex(verdict.in_full, rf"^ranks? {order[0]}\b")
 
     def test_every_combination_of_ends(self):
         """A test passes if all ranks passed, it skips if all skipped, and otherwise it has a bad outcome."""
@@ -182,7 +191,7 @@ class TestBlame(TestCase):
         for end in fine.values():
             ends += [stays(end, LIMIT), stays(end, 4.0), leaves(end, 3)]
         for chosen in itertools.product(ends, repeat=3):
-            state = judge([dataclasses.replace(end, rank=rank) for rank, end in enumerate(chosen)], LIMIT, {}).state
+            state = judge([dataclasses.replace(end, rank=rank) for rank, end in enumerate(chosen)], LIMIT, {}).outcome
             alike = all(end is chosen[0] for end in chosen)
             expected = next((state for state, end in fine.items() if alike and end is chosen[0]), None)
             self.assertTrue(state is expected if expected else state.is_bad, f"{state}: {chosen}")
@@ -190,7 +199,7 @@ class TestBlame(TestCase):
     def test_every_rank_is_named_once(self):
         """Also one that passed."""
         verdict = judge([passed(0), reported(1, 1.0, ValueError("no")), passed(2), skipped(3, 2.0)], LIMIT, {})
-        paragraphs = [text.partition("\n")[0] for text in verdict.text.split("\n\n")]
+        paragraphs = [text.partition("\n")[0] for text in verdict.in_full.split("\n\n")]
         self.assertEqual(
             paragraphs,
             [
@@ -204,7 +213,7 @@ class TestBlame(TestCase):
     def test_error_after_a_death_names_the_dead_rank(self):
         """Only an error that a missing rank can cause does so. A reader would look at the wrong rank otherwise."""
         ranks = [died(0, 1.0), reported(1, 1.1, RuntimeError("Connection closed")), reported(2, 1.2, ValueError())]
-        paragraphs = [text.partition("\n")[0] for text in judge(ranks, LIMIT, {}).text.split("\n\n")]
+        paragraphs = [text.partition("\n")[0] for text in judge(ranks, LIMIT, {}).in_full.split("\n\n")]
         self.assertEqual(paragraphs[1:], ["rank 1 of 3 raised (possibly because rank 0 died):", "rank 2 of 3 raised:"])
 
 
@@ -286,9 +295,9 @@ class TestSteps(TestCase):
             raise in_body(AssertionError("as expected"))
 
         found = capture(0, lambda: run_all([fails_in_body, lambda: open("no such file")]), lambda: 0.0)
-        self.assertEqual((found.state, found.exception, found.from_body), (State.FAILED, "AssertionError", False))
+        self.assertEqual((found.state, found.exception, found.phase), (State.FAILED, "AssertionError", Phase.FIXTURE))
         self.assertRegex(found.text, "(?s)AssertionError: as expected\n\nafter that:\n.*FileNotFoundError")
-        self.assertTrue(capture(0, lambda: run_all([fails_in_body]), lambda: 0.0).from_body)
+        self.assertIs(capture(0, lambda: run_all([fails_in_body]), lambda: 0.0).phase, Phase.BODY)
 
 
 @instantiate_parametrized_tests
@@ -305,8 +314,8 @@ class TestExitCodes(TestCase):
     )
     def test_expected_code_of_every_rank(self, end, state, words):
         verdict = judge([died(0, 1.0, signal.SIGKILL), end], LIMIT, {}, expected_code=-signal.SIGKILL)
-        self.assertEqual(verdict.state, state)
-        self.assertRegex(verdict.text, words.replace("exit", "exit code -9 was expected"))
+        self.assertEqual(verdict.outcome, state)
+        self.assertRegex(verdict.in_full, words.replace("exit", "exit code -9 was expected"))
 
     @parametrize(
         "end,state",
@@ -317,8 +326,8 @@ class TestExitCodes(TestCase):
         ],
     )
     def test_any_code_is_tolerated(self, end, state):
-        verdict = judge([each.with_any_ending() for each in (passed(0), end)], LIMIT, {})
-        self.assertEqual(verdict.state, state)
+        verdict = judge([with_any_ending(each) for each in (passed(0), end)], LIMIT, {})
+        self.assertEqual(verdict.outcome, state)
 
 
 if __name__ == "__main__":

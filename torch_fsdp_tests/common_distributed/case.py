@@ -32,7 +32,6 @@ from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.ranks import (
     Assignment,
     Belongings,
-    Outcome,
     RankGroup,
     RanksErred,
     RanksFailed,
@@ -41,10 +40,10 @@ from torch_fsdp_tests.ranks import (
     judge,
     register,
 )
-from torch_fsdp_tests.ranks.outcome import BODY_MARK, THEN_RAISED, RankReport, enters_test
+from torch_fsdp_tests.ranks.outcome import BODY_MARK, THEN_RAISED, enters_test
 from torch_fsdp_tests.ranks.rank import open_outputs
 from torch_fsdp_tests.settings import ConfigurationError
-from torch_fsdp_tests.verdict import Phase, Reason, State, events, joined, kinds_of
+from torch_fsdp_tests.verdict import Phase, RankResult, Reason, State, events, joined, kinds_of
 from torch_fsdp_tests.verdict.events import Skipped
 
 __unittest = True
@@ -102,8 +101,8 @@ class _Tally(threading.local):
 _tally = _Tally()
 
 
-def run_in_rank(rank: int, body: Callable[[], object]) -> Outcome:
-    """Run a test in a rank, count its subtests, and return its outcome with its ``torch_defect`` blocks.
+def run_in_rank(rank: int, body: Callable[[], object]) -> RankResult:
+    """Run a test in a rank, count its subtests, and return its result with its ``torch_defect`` blocks.
 
     If all subtests of a test skipped, the test has skipped. Only ``SystemExit`` leaves this function: a rank that exits
     with 0 after its test method has passed, as some ``_run`` of vendors do, has passed.
@@ -120,14 +119,14 @@ def run_in_rank(rank: int, body: Callable[[], object]) -> Outcome:
 
     spent = time.process_time()
     with defect_blocks.recorded() as blocks:
-        outcome = capture(rank, counted, time.perf_counter)
+        result = capture(rank, counted, time.perf_counter)
     is_process = threading.current_thread() is threading.main_thread()
     return dataclasses.replace(
-        outcome,
+        result,
         cpu=time.process_time() - spent if is_process else 0.0,
         subtests=_tally.ran,
         skipped_subtests=tuple(_tally.skipped),
-        kinds=outcome.kinds | kinds_of(_tally.skipped),
+        kinds=result.kinds | kinds_of(_tally.skipped),
         defect_blocks=tuple(blocks),
     )
 
@@ -196,10 +195,10 @@ def named_leaks(assignment: Assignment) -> Iterator[None]:
 
 def raise_verdict(verdict: Verdict) -> None:
     """Raise the exception for a verdict; return if the test passed."""
-    if verdict.state is State.SKIPPED:
+    if verdict.outcome is State.SKIPPED:
         raise Skipped(verdict.reason)
-    if verdict.state is not State.PASSED:
-        raise (RanksFailed if verdict.state is State.FAILED else RanksErred)(verdict) from None
+    if verdict.outcome is not State.PASSED:
+        raise (RanksFailed if verdict.outcome is State.FAILED else RanksErred)(verdict) from None
 
 
 def _checked_streams() -> contextlib.AbstractContextManager[None]:
@@ -336,12 +335,12 @@ class RankTestCase(TestCase):
             return None
         return f"needs {least} or more ranks, but the world size of {type(self).__qualname__} is {world_size} here"
 
-    def _conclude(self, reports: Sequence[RankReport], limit: float) -> None:
+    def _conclude(self, reports: Sequence[RankResult], limit: float) -> None:
         """Raise the verdict on the ranks' reports; return if the test passed in every rank."""
         self._digest(reports)
         raise_verdict(judge(reports, limit, skip_codes()))
 
-    def _digest(self, reports: Sequence[RankReport]) -> None:
+    def _digest(self, reports: Sequence[RankResult]) -> None:
         """Show or record the ranks' output, times and defects."""
         if settings.SHOW_VARIABLE in os.environ:
             for report in reports:
@@ -350,18 +349,16 @@ class RankTestCase(TestCase):
         self._record(reports)
         blocks = defect_blocks.current()  # of the test that runs in this process
         if blocks is not None:
-            blocks += joined(report.outcome.defect_blocks for report in reports if report.outcome is not None)
+            blocks += joined(report.defect_blocks for report in reports)
 
-    def _record(self, reports: Sequence[RankReport]) -> None:
+    def _record(self, reports: Sequence[RankResult]) -> None:
         """Report to the dispatcher the test's world size, how many of its subtests ran, and which skipped and why."""
-        outcomes = [report.outcome for report in reports if report.outcome is not None]
-        most = max(outcomes, key=lambda outcome: len(outcome.skipped_subtests), default=None)
-        skipped = collections.Counter(most.skipped_subtests if most is not None else ())
-        ran = max((outcome.subtests for outcome in outcomes), default=0)
-        kinds = {} if most is None else most.kinds
-        events.record(world_size=len(reports), subtests=ran, subtests_skipped=dict(skipped), skip_kinds=kinds)
+        most = max(reports, key=lambda report: len(report.skipped_subtests))
+        skipped = collections.Counter(most.skipped_subtests)
+        ran = max(report.subtests for report in reports)
+        events.record(world_size=len(reports), subtests=ran, subtests_skipped=dict(skipped), skip_kinds=most.kinds)
         for name in ("seconds", "cpu"):
-            values = {each.rank: 0.0 if each.outcome is None else getattr(each.outcome, name) for each in reports}
+            values = {each.rank: getattr(each, name) for each in reports}
             events.record(**{f"rank_{name}": [round(values[rank], 3) for rank in sorted(values)]})
 
     def _close(self, group: RankGroup) -> None:

@@ -20,14 +20,12 @@ from torch_fsdp_tests.ranks import (
     COLLECTIVE_TIMEOUT_FRACTION,
     Assignment,
     HarnessError,
-    Outcome,
     RankGroup,
     RanksErred,
-    Verdict,
     start_ranks,
 )
 from torch_fsdp_tests.ranks.outcome import enters_test
-from torch_fsdp_tests.verdict import Phase
+from torch_fsdp_tests.verdict import Phase, RankResult, Verdict
 
 __unittest = True
 
@@ -142,7 +140,7 @@ class MultiProcContinuousTest(RankTestCase):
         deaths = cls._late_deaths
         del cls._late_deaths
         if deaths:
-            raise RanksErred(Verdict(deaths[0].state, "; ".join(each.reason for each in deaths), Phase.FIXTURE))
+            raise RanksErred(Verdict(deaths[0].outcome, "; ".join(each.reason for each in deaths), Phase.FIXTURE))
 
     def _join_ranks(self, fn: Callable) -> None:
         group = type(self)._group
@@ -186,14 +184,14 @@ class MultiProcContinuousTest(RankTestCase):
                 with named_leaks(assignment), _same_groups(assignment):
                     cls._run_test_given_id(test)
 
-            outcome = run_in_rank(rank, live)
-            if outcome.state.is_bad:
+            result = run_in_rank(rank, live)
+            if result.state.is_bad:
                 # The others may wait for this rank in a collective, and learn of its end when it exits. The group is
                 # useless now, and to destroy it properly could take forever.
                 assignment.leave()
-                completion_queue.put(outcome)
+                completion_queue.put(result)
                 return
-            completion_queue.put(outcome)
+            completion_queue.put(result)
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -220,10 +218,10 @@ class _Tests:
     def get(self) -> str | None:
         return next(self._tests, None)
 
-    def put(self, outcome: Outcome) -> None:
-        if not isinstance(outcome, Outcome):
-            raise TypeError(f"{outcome!r} is not the outcome of a test: let _worker_loop call super()._worker_loop()")
-        self._assignment.report(outcome)
+    def put(self, result: RankResult) -> None:
+        if not isinstance(result, RankResult):
+            raise TypeError(f"{result!r} is not the outcome of a test: let _worker_loop call super()._worker_loop()")
+        self._assignment.report(result)
 
 
 class DeviceContinuousTest(MultiProcContinuousTest):

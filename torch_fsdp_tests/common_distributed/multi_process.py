@@ -33,14 +33,13 @@ from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.ranks import (
     COLLECTIVE_TIMEOUT_FRACTION,
     Assignment,
-    Outcome,
     RanksErred,
     calls,
     is_launched,
     start_ranks,
 )
-from torch_fsdp_tests.ranks.outcome import RankReport, enters_test, judge, shorten, shorten_stacks
-from torch_fsdp_tests.verdict import Phase, State, Verdict
+from torch_fsdp_tests.ranks.outcome import enters_test, judge, shorten, shorten_stacks, with_any_ending
+from torch_fsdp_tests.verdict import Phase, RankResult, State, Verdict
 
 __unittest = True
 
@@ -95,7 +94,7 @@ class MultiProcessTestCase(RankTestCase):
     fake_pg = False  # whether the process group is fake; then an override may start only some of the ranks
     _spawner = "_spawn_processes"
     _assignment: Assignment  # in a rank
-    _reports: Sequence[RankReport] = ()  # of the ranks of the current test
+    _reports: Sequence[RankResult] = ()  # of the ranks of the current test
     _limit = 0.0  # seconds that the ranks had
     _is_judged = False  # the harness' own verdict on the ranks is that the test passed
     _device_before: torch.device | None = None  # torch's default device, before the harness changed it for the test
@@ -231,8 +230,8 @@ class MultiProcessTestCase(RankTestCase):
         self._digest(self._reports)
         try:
             self._check_return_codes(fn, time.monotonic() - began)
-            if not self._is_judged and (verdict := self._judge(fn)).state is not State.PASSED:
-                accepted = verdict.text.partition("\n")[0].rstrip(":")
+            if not self._is_judged and (verdict := self._judge(fn)).outcome is not State.PASSED:
+                accepted = verdict.in_full.partition("\n")[0].rstrip(":")
                 state.notes.add(self.id(), [f"passed because its _check_return_codes accepts that {accepted}"])
         finally:
             for pipe in self.pid_to_pipe.values():
@@ -251,25 +250,25 @@ class MultiProcessTestCase(RankTestCase):
         self._reports = [self._with_message(report) for report in self._reports]
         reports = self._reports
         if fn in self.skip_return_code_checks:
-            reports = [report.with_any_ending() for report in reports]
+            reports = [with_any_ending(report) for report in reports]
         return judge(reports, self._limit, skip_codes(), self.special_return_code_checks.get(fn, 0))
 
-    def _with_message(self, report: RankReport) -> RankReport:
+    def _with_message(self, report: RankResult) -> RankResult:
         """Add what a rank has sent through its pipe. If it has left with the code for errors, this is its error."""
-        if report.outcome is not None:
+        if report.reported:
             return report
         pipe = self.pid_to_pipe.get(self._ranks().processes[report.rank].pid)
         text = self._answers.pop(report.rank, None) or (received(pipe) if pipe is not None else None)
-        if report.ending.code == self.TEST_ERROR_EXIT_CODE:
-            text = shorten(str(text or report.stacks).strip()) or "it sent no traceback through its pipe"
+        if report.exit_code == self.TEST_ERROR_EXIT_CODE:
+            text = shorten(str(text or report.text).strip()) or "it sent no traceback through its pipe"
             exception, _, message = text.splitlines()[-1].partition(": ")
-            outcome = Outcome(
-                report.rank, State.ERROR, text, report.at, from_body=True, exception=exception, message=message
-            )
-            return dataclasses.replace(report, outcome=outcome)
+            return dataclasses.replace(
+                report, state=State.ERROR, reported=State.ERROR.value, phase=Phase.BODY,
+                exception=exception, message=message, text=text, seconds=report.at,
+            )  # fmt: skip
         if text is not None:
             answer = f"it answered {self.Event.GET_TRACEBACK.name}:\n{shorten_stacks(str(text))}"
-            return dataclasses.replace(report, stacks=f"{report.stacks}\n{answer}".strip())
+            return dataclasses.replace(report, text=f"{report.text}\n{answer}".strip())
         return report
 
     def _init_default_group(self, backend: str | None, **options: Any) -> None:

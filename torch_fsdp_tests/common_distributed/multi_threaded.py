@@ -34,11 +34,11 @@ from torch_fsdp_tests.common_utils import set_rng_seed
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.installed_torch import torch_facts
 from torch_fsdp_tests.processes import host
-from torch_fsdp_tests.ranks import COLLECTIVE_TIMEOUT_FRACTION, Assignment, Outcome, RankGroup
-from torch_fsdp_tests.ranks.outcome import Ending, RankReport, enters_test, judge, raised
+from torch_fsdp_tests.ranks import COLLECTIVE_TIMEOUT_FRACTION, Assignment, RankGroup
+from torch_fsdp_tests.ranks.outcome import enters_test, judge, raised, skipped
 from torch_fsdp_tests.ranks.threaded_pg import ProcessLocalGroup, _install_threaded_pg, _uninstall_threaded_pg
 from torch_fsdp_tests.ranks.threaded_pg.meeting import PeerFailed
-from torch_fsdp_tests.verdict import Reason, SkipKind, State, kinds_of
+from torch_fsdp_tests.verdict import RankResult, Reason, SkipKind, State
 from torch_fsdp_tests.verdict.events import Skipped
 
 __unittest = True
@@ -69,18 +69,18 @@ def _fake_modes_in_threads() -> Iterator[None]:
 
 def run_threads(
     world_size: int,
-    body: Callable[[int], Outcome],
+    body: Callable[[int], RankResult],
     limit: float | None = None,
-    report: Callable[[Outcome], object] = lambda outcome: None,
-) -> list[Outcome]:
+    report: Callable[[RankResult], object] = lambda result: None,
+) -> list[RankResult]:
     """Run ``body(rank)`` in one thread for each rank, over a threaded process group.
 
-    Returns the outcomes in order of rank, and raises none of their exceptions. A rank that fails wakes the others from
+    Returns the results in order of rank, and raises none of their exceptions. A rank that fails wakes the others from
     their collectives. ``limit`` is the time limit of the whole test in seconds, and every wait inside a collective has
     a limit that follows from it. A thread that hangs elsewhere is waited for, because its process also has a limit.
-    ``report`` is called in each thread with its rank's outcome, as soon as there is one, and again if that changes.
+    ``report`` is called in each thread with its rank's result, as soon as there is one, and again if that changes.
     """
-    outcomes: dict[int, Outcome] = {}
+    results: dict[int, RankResult] = {}
     _install_threaded_pg()
     store = dist.HashStore()
 
@@ -91,20 +91,20 @@ def run_threads(
         try:
             accelerator.current().bind(0)  # otherwise a DeviceMesh would choose one by rank in the first threads
             dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store, timeout=timeout)
-            outcome = body(rank)
+            result = body(rank)
         except BaseException as error:
-            outcome = raised(rank, error)
-        report(outcome)
-        outcomes[rank] = outcome
-        if outcome.state is not State.PASSED:
-            ProcessLocalGroup.exception_handle(RuntimeError(outcome.in_one_line()), rank)
+            result = raised(rank, error)
+        report(result)
+        results[rank] = result
+        if result.state is not State.PASSED:
+            ProcessLocalGroup.exception_handle(RuntimeError(result.in_one_line().removeprefix("raised ")), rank)
         try:
             if dist.is_initialized():
                 dist.destroy_process_group()
         except Exception as error:
-            if outcome.state is State.PASSED:
-                outcomes[rank] = raised(rank, error)
-                report(outcomes[rank])
+            if result.state is State.PASSED:
+                results[rank] = raised(rank, error)
+                report(results[rank])
 
     try:
         threads = [threading.Thread(target=live, args=(rank,), name=f"rank {rank}") for rank in range(world_size)]
@@ -116,21 +116,17 @@ def run_threads(
     finally:
         ProcessLocalGroup.reset()
         _uninstall_threaded_pg()
-    return [outcomes[rank] for rank in range(world_size)]
+    return [results[rank] for rank in range(world_size)]
 
 
-def _in_thread(rank: int, body: Callable[[], object]) -> Outcome:
+def _in_thread(rank: int, body: Callable[[], object]) -> RankResult:
     """Like ``run_in_rank``, but ``SystemExit`` is an error, because it would not end the process from a thread."""
     try:
         return run_in_rank(rank, body)
     except SystemExit as leaving:
-        outcome = raised(rank, leaving)
         if isinstance(leaving, PeerFailed):
-            return dataclasses.replace(outcome, text=str(leaving), may_follow=True)
-        if is_skip(leaving):
-            reason = skip_codes()[host.exit_status(leaving)]
-            return Outcome(rank, State.SKIPPED, reason, kinds=kinds_of([reason]))
-        return outcome
+            return dataclasses.replace(raised(rank, leaving), text=str(leaving), may_follow=True)
+        return skipped(rank, skip_codes()[host.exit_status(leaving)]) if is_skip(leaving) else raised(rank, leaving)
 
 
 class MultiThreadedTestCase(RankTestCase):
@@ -200,7 +196,7 @@ class MultiThreadedTestCase(RankTestCase):
         set_rng_seed()
         for test in assignment.orders():
 
-            def live(rank: int, test: str = test) -> Outcome:
+            def live(rank: int, test: str = test) -> RankResult:
                 return _in_thread(rank, functools.partial(cls._run, test, rank, assignment.world_size))
 
             with named_leaks(assignment):
@@ -250,8 +246,8 @@ def spawn_threads_and_init_comms(
         ranks = accelerator.current().ranks if world_size is None else world_size
         limit = limit_of("") if timeout is None else timeout
         body = functools.partial(func, *args, **kwargs)
-        outcomes = run_threads(ranks, lambda rank: _in_thread(rank, body), limit)
-        reports = [RankReport(outcome.rank, outcome, Ending(code=0), outcome.seconds) for outcome in outcomes]
-        raise_verdict(judge(reports, limit, skip_codes()))
+        results = run_threads(ranks, lambda rank: _in_thread(rank, body), limit)
+        ended = [dataclasses.replace(result, at=result.seconds, exit_code=0) for result in results]
+        raise_verdict(judge(ended, limit, skip_codes()))
 
     return in_threads

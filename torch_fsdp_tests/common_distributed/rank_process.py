@@ -10,7 +10,7 @@ import time
 from torch_fsdp_tests.common_distributed.requirements import TEST_SKIPS
 from torch_fsdp_tests.ranks import RankGroup
 from torch_fsdp_tests.ranks.group import Process, active
-from torch_fsdp_tests.verdict import State
+from torch_fsdp_tests.verdict import Phase, State
 
 __unittest = True
 
@@ -45,10 +45,10 @@ class RankPopen:
             return 0 if self._has_waited else None
         report = self._process.reports.get(self._process.index)
         if ending.code == 0 and report is not None:
-            if report.outcome.state is State.SKIPPED:
+            if report.state is State.SKIPPED:
                 return TEST_SKIPS["generic"].exit_code
-            if report.outcome.state.is_bad:
-                return ERROR_EXIT_CODE if report.outcome.from_body else _UNCAUGHT_EXIT_CODE
+            if report.state.is_bad:
+                return ERROR_EXIT_CODE if report.phase is Phase.BODY else _UNCAUGHT_EXIT_CODE
         return ending.exitcode
 
     def wait(self, timeout: float | None = None) -> int | None:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch_fsdp_tests.dispatch.listing import plural
+from torch_fsdp_tests.verdict import plural
 
 
 class Kind(str, enum.Enum):

@@ -10,12 +10,11 @@ from typing import Any
 
 from torch_fsdp_tests.device import machine
 from torch_fsdp_tests.dispatch.expectations import MalformedList, read_json
-from torch_fsdp_tests.dispatch.listing import plural
 from torch_fsdp_tests.dispatch.options import Parser
 from torch_fsdp_tests.dispatch.report import FILE
 from torch_fsdp_tests.dispatch.slower import Report, Test, about_pace, in_seconds, is_longer, pace, side_by_side
 from torch_fsdp_tests.processes import host
-from torch_fsdp_tests.verdict import State
+from torch_fsdp_tests.verdict import State, plural
 
 # Kinds of differences, the worst first.
 KINDS = (

@@ -16,13 +16,12 @@ from pathlib import Path
 from torch_fsdp_tests.dispatch import behaviour, behaviour_files, devices, keywords
 from torch_fsdp_tests.dispatch.behaviour import Difference, Record
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
-from torch_fsdp_tests.dispatch.listing import plural
 from torch_fsdp_tests.dispatch.plan import Job
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.reach import changes, diffs
 from torch_fsdp_tests.settings import ConfigurationError
-from torch_fsdp_tests.verdict import Scope, first_few
+from torch_fsdp_tests.verdict import Scope, first_few, plural
 
 _WITH, _WITHOUT = "with", "without"
 Rerun = Callable[[RunTests, Sequence[Job]], Results]

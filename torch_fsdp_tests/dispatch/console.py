@@ -18,15 +18,24 @@ from torch_fsdp_tests.device import machine
 from torch_fsdp_tests.dispatch import devices, hosts
 from torch_fsdp_tests.dispatch.atomic import naming
 from torch_fsdp_tests.dispatch.junit import clean
-from torch_fsdp_tests.dispatch.listing import plural, seconds
 from torch_fsdp_tests.dispatch.process import TestProcess
 from torch_fsdp_tests.dispatch.result import Attempt, FileResult
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.rounds import summary
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.installed_torch import fixes
-from torch_fsdp_tests.verdict import COUNTED, Scope, State, closing_line, first_few, skip_rows
-from torch_fsdp_tests.verdict.stream import FILE_ITSELF, TestResult
+from torch_fsdp_tests.verdict import (
+    COUNTED,
+    FILE_ITSELF,
+    Scope,
+    State,
+    TestResult,
+    closing_line,
+    first_few,
+    plural,
+    seconds,
+    skip_rows,
+)
 
 GREEN, RED, YELLOW, BLUE = 32, 31, 33, 34  # the colour codes of terminals
 _COLOURS = {"ok": GREEN, "listed": GREEN, "FAILED": RED, "unknown": RED, "flaky": YELLOW, "skipped": BLUE}

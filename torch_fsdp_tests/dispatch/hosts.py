@@ -12,9 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch_fsdp_tests.device import machine
-from torch_fsdp_tests.dispatch.listing import columns, plural
-from torch_fsdp_tests.verdict import RankResult, State, by_cause, first_few, ranks_in_words
-from torch_fsdp_tests.verdict.stream import TestResult
+from torch_fsdp_tests.verdict import RankResult, State, TestResult, by_cause, columns, first_few, plural, ranks_in_words
 
 
 class HostVerdict(str, enum.Enum):

@@ -16,7 +16,6 @@ from torch_fsdp_tests.dispatch import page
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.features import features_of
 from torch_fsdp_tests.dispatch.junit import clean
-from torch_fsdp_tests.dispatch.listing import plural, seconds
 from torch_fsdp_tests.dispatch.page import Row, Section
 from torch_fsdp_tests.dispatch.result import EndKind, ProcessEnd
 from torch_fsdp_tests.dispatch.rounds import place, summary
@@ -30,8 +29,10 @@ from torch_fsdp_tests.verdict import (
     SkipKind,
     State,
     describe,
+    plural,
     rank_rows,
     ranks_in_words,
+    seconds,
     tally,
 )
 

@@ -9,11 +9,9 @@ from pathlib import Path
 from torch_fsdp_tests import installation
 from torch_fsdp_tests.device import machine
 from torch_fsdp_tests.dispatch.atomic import write_text
-from torch_fsdp_tests.dispatch.listing import columns
 from torch_fsdp_tests.dispatch.result import FileResult
 from torch_fsdp_tests.dispatch.results import Results
-from torch_fsdp_tests.verdict import State, describe, rank_rows
-from torch_fsdp_tests.verdict.stream import TestResult
+from torch_fsdp_tests.verdict import State, TestResult, columns, describe, rank_rows
 
 # The characters that XML 1.0 cannot hold, and the escape character, which Jenkins and GitLab reject.
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

@@ -16,8 +16,7 @@ from torch_fsdp_tests.dispatch.expectations import MalformedList, read_json
 from torch_fsdp_tests.dispatch.plan import TestRun
 from torch_fsdp_tests.dispatch.result import FileResult
 from torch_fsdp_tests.dispatch.results import Results
-from torch_fsdp_tests.verdict import Scope, State
-from torch_fsdp_tests.verdict.stream import TestResult
+from torch_fsdp_tests.verdict import Scope, State, TestResult
 
 FILE = "failed.json"
 

@@ -7,24 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch_fsdp_tests.dispatch.plan import Job, Seconds
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.times import Needs
-
-
-def seconds(value: float) -> str:
-    """Format seconds with useful precision: ``4.2s``, ``3m05s``, ``1h02m``."""
-    if value < 59.95:
-        return f"{value:.1f}s"
-    minutes, rest = divmod(round(value), 60)
-    return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
-
-
-def plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table for a terminal."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+from torch_fsdp_tests.verdict import plural, seconds
 
 
 def files_text(jobs: Iterable[Job], needs: Mapping[str, Needs]) -> str:

@@ -28,7 +28,7 @@ from torch_fsdp_tests.dispatch.upstream import absent
 from torch_fsdp_tests.processes import host, launcher, leaks
 from torch_fsdp_tests.processes.launcher import Launch
 from torch_fsdp_tests.settings import ConfigurationError
-from torch_fsdp_tests.verdict import closing_line, first_few, tally
+from torch_fsdp_tests.verdict import closing_line, first_few, plural, tally
 
 if TYPE_CHECKING:  # what only a run needs is imported late, so that a plan is fast
     from torch_fsdp_tests.dispatch.behaviour import Record
@@ -357,7 +357,7 @@ def _run(
         def rerun(other: RunTests, jobs: Sequence[Job]) -> Results:
             children.end_server()  # it has imported torch with the change
             shown = Console(other, stream, len(jobs), under_test, len(planned.slots))
-            shown.say(f"\nwithout the change: {listing.plural(len(jobs), 'job')}")
+            shown.say(f"\nwithout the change: {plural(len(jobs), 'job')}")
             return Runner(other, jobs, device_set, planned.slots, entries, shown, site, children).run()
 
         try:
@@ -380,7 +380,7 @@ def _print_tests(results: Results) -> ExitStatus:
     _remark(*(f"unknown test: {words}" for words in results.unknown()), *filter(None, [results.unmatched()]))
     left = [*(file.name for file in results.files if file.stopped_early), *results.not_started]
     if left:
-        _remark(f"the tests of {listing.plural(len(left), 'file')} are not listed: {first_few(left)}")
+        _remark(f"the tests of {plural(len(left), 'file')} are not listed: {first_few(left)}")
     status = results.exit_code()
     listed = status is ExitStatus.NOTHING_RAN and any(file.tests() for file in results.files)
     return ExitStatus.OK if listed else status

@@ -18,8 +18,7 @@ from torch_fsdp_tests.dispatch.plan import Job
 from torch_fsdp_tests.dispatch.result import Attempt, EndKind, ProcessEnd, worst_of_each
 from torch_fsdp_tests.processes import host, messages
 from torch_fsdp_tests.processes.children import Child, Children
-from torch_fsdp_tests.verdict import Phase, Scope, State, first_few, stream
-from torch_fsdp_tests.verdict.stream import FILE_ITSELF, TestResult
+from torch_fsdp_tests.verdict import FILE_ITSELF, Phase, Scope, State, TestResult, first_few, stream
 
 GRACE = 5.0  # seconds between the signal that requests stacks, and the kill
 OUTPUT_SHOWN = 1 << 20  # bytes of a file's output in a report; longer output is cut in the middle
@@ -106,8 +105,8 @@ class TestProcess:
             case stream.Started(test):
                 self._started.add(test)
                 self.running, self._running_since = test, time.monotonic()
-            case stream.Ended(result):
-                self._take_end(result)
+            case TestResult():
+                self._take_end(message)
             case stream.Note(test, text):
                 self._notes.setdefault(test, []).append(text)
             case stream.Facts(test, facts):
@@ -191,7 +190,7 @@ class TestProcess:
             state = State.NOT_RUN if ending.how is EndKind.STOPPED else state
             seconds = round(time.monotonic() - self._running_since, 3)
             reason = f"did not finish: the process {ending.in_words()}"
-            return [TestResult(self.running, state, seconds=seconds, reason=reason, text=_tail(output))]
+            return [TestResult(state, name=self.running, seconds=seconds, reason=reason, text=_tail(output))]
         if ending.how is EndKind.STOPPED:
             return []
         if self._broken is not None:
@@ -215,22 +214,23 @@ class TestProcess:
             cls = name.rpartition(".")[0]
             why = f"the set-up of {cls} failed" if unready & {cls, ""} else earlier_cause
             if self._over and name in self._started:
-                yield TestResult(name, State.HARNESS_ERROR, phase=Phase.HARNESS, reason="its outcome was not reported")
+                yield TestResult(State.HARNESS_ERROR, "its outcome was not reported", Phase.HARNESS, name=name)
             else:
-                yield TestResult(name, State.NOT_RUN, reason=f"not run: {why}")
+                yield TestResult(State.NOT_RUN, f"not run: {why}", name=name)
 
 
 def _tail(output: str) -> str:
     whole, lines = output.rstrip().splitlines(), 60
-    return "\n".join([f"... {len(whole) - lines} lines left out ..."] * (len(whole) > lines) + whole[-lines:])
+    left_out = [f"... {len(whole) - lines} lines left out ..."] if len(whole) > lines else []
+    return "\n".join([*left_out, *whole[-lines:]])
 
 
 def _about_file(state: State, reason: str, text: str) -> TestResult:
-    return TestResult(FILE_ITSELF, state, Scope.FILE, reason=reason, text=text)
+    return TestResult(state, reason, name=FILE_ITSELF, scope=Scope.FILE, text=text)
 
 
 def not_started(job: Job, why: str, now: float) -> Attempt:
     ending = ProcessEnd(EndKind.NOT_STARTED, why)
     reason = f"the process {ending.in_words()}"
-    blame = TestResult(FILE_ITSELF, State.HARNESS_ERROR, Scope.FILE, Phase.HARNESS, reason=reason)
+    blame = TestResult(State.HARNESS_ERROR, reason, Phase.HARNESS, name=FILE_ITSELF, scope=Scope.FILE)
     return Attempt(job=job, ending=ending, tests=(blame,), began=now, ended=now)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from torch_fsdp_tests.dispatch import devices
 from torch_fsdp_tests.dispatch.discover import source_of
-from torch_fsdp_tests.dispatch.listing import plural
 from torch_fsdp_tests.dispatch.plan import TestRun
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import Narrowed, UnknownTest
@@ -24,7 +23,7 @@ from torch_fsdp_tests.reach.changes import Change, Changes, UnknownChange
 from torch_fsdp_tests.reach.order import Order, batches, kills_in
 from torch_fsdp_tests.reach.reachmap import MalformedMap, Reached, ReachMap, by_file, declared_as
 from torch_fsdp_tests.reach.selection import Selection, select
-from torch_fsdp_tests.verdict import Scope, State, first_few
+from torch_fsdp_tests.verdict import Scope, State, first_few, plural
 
 if TYPE_CHECKING:
     from torch_fsdp_tests.dispatch.results import Results

@@ -20,8 +20,7 @@ from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.rounds import RANK_TIMES
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.times import Needs
-from torch_fsdp_tests.verdict import State, skip_rows
-from torch_fsdp_tests.verdict.stream import TestResult
+from torch_fsdp_tests.verdict import State, TestResult, skip_rows
 
 VERSION = 8
 FILE, PAGE = "report.json", "report.html"

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch_fsdp_tests.dispatch.plan import Job
-from torch_fsdp_tests.verdict import Scope, State, death
-from torch_fsdp_tests.verdict.stream import TestResult
+from torch_fsdp_tests.verdict import Scope, State, TestResult, death
 
 
 class EndKind(str, enum.Enum):

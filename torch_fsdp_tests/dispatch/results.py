@@ -15,8 +15,7 @@ from torch_fsdp_tests.dispatch.hosts import Hosts
 from torch_fsdp_tests.dispatch.result import FileResult
 from torch_fsdp_tests.dispatch.rounds import Rounds
 from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.verdict import Scope, State, tally
-from torch_fsdp_tests.verdict.stream import TestResult
+from torch_fsdp_tests.verdict import Scope, State, TestResult, tally
 
 
 @dataclasses.dataclass

@@ -14,11 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch_fsdp_tests.dispatch.listing import plural
 from torch_fsdp_tests.dispatch.result import FileResult
 from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.verdict import State, by_cause
-from torch_fsdp_tests.verdict.stream import TestResult
+from torch_fsdp_tests.verdict import State, TestResult, by_cause, plural
 
 MAX_SECONDS = 64  # times of a test that are kept; of more rounds, those at equal distances
 RANK_TIMES = ("rank_seconds", "rank_cpu")  # facts of a test: a number for each rank

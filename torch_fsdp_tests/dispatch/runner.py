@@ -18,7 +18,6 @@ from torch_fsdp_tests.dispatch.child import Orders
 from torch_fsdp_tests.dispatch.console import Console
 from torch_fsdp_tests.dispatch.devices import CPU, DeviceSet
 from torch_fsdp_tests.dispatch.expectations import Entry
-from torch_fsdp_tests.dispatch.listing import plural
 from torch_fsdp_tests.dispatch.plan import Job
 from torch_fsdp_tests.dispatch.process import TestProcess
 from torch_fsdp_tests.dispatch.result import Attempt, EndKind, FileResult, ProcessEnd
@@ -30,7 +29,7 @@ from torch_fsdp_tests.installed_torch import fixes
 from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.processes.children import Children
 from torch_fsdp_tests.settings import BACKEND_VARIABLE, DEVICE_VARIABLE, RANKS_VARIABLE
-from torch_fsdp_tests.verdict import Scope, State, events
+from torch_fsdp_tests.verdict import Scope, State, events, plural
 from torch_fsdp_tests.verdict.stream import TestResult
 
 UNKNOWN_LIMIT = 1800.0  # seconds for a file of unknown time; same as upstream

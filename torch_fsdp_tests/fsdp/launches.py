@@ -15,8 +15,7 @@ from torch_fsdp_tests.common_distributed.requirements import skip_unless
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase
 from torch_fsdp_tests.ranks import in_rank, start_ranks
-from torch_fsdp_tests.ranks.outcome import RankReport
-from torch_fsdp_tests.verdict import events
+from torch_fsdp_tests.verdict import RankResult, events
 
 __unittest = True
 
@@ -59,8 +58,8 @@ class LaunchesTestCase(DTensorTestBase):
     def _join_ranks(self, fn: Callable) -> None:
         fn()
 
-    def launch(self, work: Callable[[], None], size: int, **settings: Any) -> list[RankReport]:
-        """Run the method ``work`` in this many new ranks, and return their outcomes and endings."""
+    def launch(self, work: Callable[[], None], size: int, **settings: Any) -> list[RankResult]:
+        """Run the method ``work`` in this many new ranks, and return their results."""
         events.need(size)
         skip_unless([lambda: accelerator.current().lacks_room_for(size)])
         carried = json.dumps({"temp_dir": self.temp_dir, **settings})

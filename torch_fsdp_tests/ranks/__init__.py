@@ -28,7 +28,7 @@ from torch_fsdp_tests.ranks import launched as _launched
 from torch_fsdp_tests.ranks import rank as _rank
 from torch_fsdp_tests.ranks.group import COLLECTIVE_TIMEOUT_FRACTION, RankGroup
 from torch_fsdp_tests.ranks.launched import conclude, is_launched, is_worker, start_ranks
-from torch_fsdp_tests.ranks.outcome import HarnessError, Outcome, RanksErred, RanksFailed, Verdict, capture, judge
+from torch_fsdp_tests.ranks.outcome import HarnessError, RanksErred, RanksFailed, Verdict, capture, judge
 from torch_fsdp_tests.ranks.rank import Assignment, in_rank, register
 from torch_fsdp_tests.ranks.server import close_server, forks_work, living_server
 from torch_fsdp_tests.verdict import events

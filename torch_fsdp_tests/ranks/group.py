@@ -20,9 +20,9 @@ from torch_fsdp_tests.processes.messages import MessageError
 from torch_fsdp_tests.ranks import protocol
 from torch_fsdp_tests.ranks.calls import Call
 from torch_fsdp_tests.ranks.local import LocalRanks
-from torch_fsdp_tests.ranks.outcome import COLLECTIVE_TIMEOUT_FRACTION, Ending, HarnessError, Outcome, RankReport
+from torch_fsdp_tests.ranks.outcome import COLLECTIVE_TIMEOUT_FRACTION, Ending, HarnessError
 from torch_fsdp_tests.ranks.server import KILL_LIMIT
-from torch_fsdp_tests.verdict import Phase, State, Verdict, ranks_in_words
+from torch_fsdp_tests.verdict import Phase, RankResult, State, Verdict, ranks_in_words
 
 __unittest = True
 
@@ -62,10 +62,10 @@ class Process:
     """What is known so far about one process of a group."""
 
     index: int
-    hosts: range  # the ranks in it
+    ranks: range
     host: str = ""
     pid: int | None = None  # on this machine
-    reports: dict[int, protocol.Reported] = dataclasses.field(default_factory=dict)  # by rank
+    reports: dict[int, RankResult] = dataclasses.field(default_factory=dict)  # by rank
     ending: Ending | None = None
     is_there: bool = False
     is_over: bool = False  # the process and everything that it started are gone
@@ -78,21 +78,16 @@ class Process:
 
     @property
     def reported(self) -> bool:
-        return len(self.reports) == len(self.hosts)
+        return len(self.reports) == len(self.ranks)
 
     @property
     def exitcode(self) -> int | None:
         return None if self.ending is None else self.ending.exitcode
 
-    def outcome(self, rank: int) -> Outcome | None:
+    def report(self, rank: int) -> RankResult:
         """What one of its ranks has reported. A rank that waits for the others has passed."""
-        if rank in self.reports:
-            return self.reports[rank].outcome
-        return Outcome(rank, State.PASSED) if self.waits else None
-
-
-def _is_fine(report: RankReport) -> bool:
-    return report.outcome is not None and not report.outcome.state.is_bad and report.ending.code == 0
+        unreported = RankResult.report(rank, State.PASSED, at=self.at) if self.waits else RankResult(rank, at=self.at)
+        return self.reports.get(rank, unreported)
 
 
 class Stage(enum.IntEnum):
@@ -179,7 +174,7 @@ class RankGroup:
         self.processes = [process for process in self.processes if process.is_there]
         self._enter(Stage.RUNNING)
 
-    def run(self, test: str, limit: float) -> list[RankReport]:
+    def run(self, test: str, limit: float) -> list[RankResult]:
         """Run one more test in ranks that stay, and return reports like :meth:`wait`. The limit starts now."""
         self.begin(test)
         return self.wait(limit)
@@ -196,7 +191,7 @@ class RankGroup:
             process.waits = process.raised = False
         self._transport.send(protocol.RunTest(test))
 
-    def wait(self, limit: float) -> list[RankReport]:
+    def wait(self, limit: float) -> list[RankResult]:
         """Wait until all ranks have reported, or ``limit`` seconds have passed. Returns reports in order of rank.
 
         Raises :class:`HarnessError` if the rank server dies or cannot start the ranks.
@@ -290,7 +285,7 @@ class RankGroup:
                 self._note_late_death(process, State.TIMED_OUT, words)
 
     def _note_late_death(self, process: Process, state: State, words: str) -> None:
-        reported = [f"reported that it {each.outcome.state.value} and then" for each in process.reports.values()]
+        reported = [f"reported that it {each.reported} and then" for each in process.reports.values()]
         sentence = " ".join([f"rank {process.index} of {self.world_size}", *reported, words])
         self.late_deaths.append(Verdict(state, sentence, Phase.FIXTURE))
 
@@ -308,7 +303,7 @@ class RankGroup:
         if self._bad_since is not None:
             deadline = min(deadline, self._bad_since + GRACE)
         elif not all(process.reported for process in self.processes) and any(
-            report.outcome.state is State.SKIPPED for each in self.processes for report in each.reports.values()
+            report.state is State.SKIPPED for each in self.processes for report in each.reports.values()
         ):
             deadline = min(deadline, max(process.at for process in self.processes) + SKIP_GRACE)
         return deadline
@@ -349,14 +344,15 @@ class RankGroup:
         match event:
             case protocol.Started():
                 self._take_start(event)
-            case protocol.Reported():
-                process = self.processes[event.process]
-                process.leaving |= event.leaving
+            case RankResult():
+                process = next(each for each in self.processes if event.rank in each.ranks)
                 if not too_late:
-                    process.reports[event.outcome.rank] = event
+                    process.reports[event.rank] = event
                     process.at = event.at
-                    if event.outcome.state.is_bad:
+                    if event.state.is_bad:
                         self._note_bad(process, event.at)
+            case protocol.Leaving():
+                self.processes[event.process].leaving = True
             case protocol.Waits():
                 self.processes[event.process].waits |= not too_late
             case protocol.Raised():
@@ -433,26 +429,26 @@ class RankGroup:
         self._leaks += collected.leaks
         return collected.remains
 
-    def _reports(self, elapsed: float, remains: Sequence[protocol.Remains]) -> Iterable[RankReport]:
+    def _reports(self, elapsed: float, remains: Sequence[protocol.Remains]) -> Iterable[RankResult]:
         keep = settings.SHOW_VARIABLE in os.environ
         written = {each.process: each for each in remains}
         for process in self.processes:
-            for rank in process.hosts:
-                report = self._report(process, rank, elapsed)
-                if not _is_fine(report):
-                    report = dataclasses.replace(report, stacks=written[process.index].stacks)
-                if keep or not _is_fine(report):
-                    report = dataclasses.replace(report, output=written[process.index].output)
-                yield report
+            left = written[process.index]
+            for report in map(process.report, process.ranks):
+                ending = self._ending(process, report)
+                at = elapsed if ending.ours and not report.raised else self._elapsed(report.at)
+                result = dataclasses.replace(report, at=at, host=process.host, **ending.facts)
+                is_fine = report.reported and not report.raised and ending.code == 0
+                if not is_fine and not report.raised:
+                    result = dataclasses.replace(result, text=left.stacks)
+                yield result if is_fine and not keep else dataclasses.replace(result, output=left.output)
 
-    def _report(self, process: Process, rank: int, elapsed: float) -> RankReport:
-        """The report of a rank, without what it wrote."""
-        outcome, ending = process.outcome(rank), process.ending or Ending(code=0)  # one that stays is fine so far
-        if ending.ours and outcome is not None and not self._should_have_exited(process):
-            ending = Ending(code=0)  # the rank is not to blame if its process is killed because of another rank
-        hung = ending.ours and not (outcome is not None and outcome.state.is_bad)
-        at = elapsed if hung else self._elapsed(process.reports[rank].at if rank in process.reports else process.at)
-        return RankReport(rank, outcome, ending, at, host=process.host)
+    def _ending(self, process: Process, report: RankResult) -> Ending:
+        """How the process ended, as far as this tells something about the rank."""
+        ending = process.ending or Ending(code=0)  # one that stays is fine so far
+        # The rank is not to blame if its process is killed because of another rank.
+        excused = ending.ours and report.reported and not self._should_have_exited(process)
+        return Ending(code=0) if excused else ending
 
     def _should_have_exited(self, process: Process) -> bool:
         """Whether a process had nothing left to do: no further test to run, and no rank to wait for."""

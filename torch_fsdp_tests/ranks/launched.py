@@ -34,7 +34,7 @@ from torch_fsdp_tests.ranks.local import LocalRanks, environment_of_ranks
 from torch_fsdp_tests.ranks.outcome import HarnessError
 from torch_fsdp_tests.ranks.server import KILL_LIMIT, close_server
 from torch_fsdp_tests.settings import RANKS_VARIABLE
-from torch_fsdp_tests.verdict import ranks_in_words, stream
+from torch_fsdp_tests.verdict import RankResult, ranks_in_words, stream
 
 __unittest = True
 
@@ -77,7 +77,7 @@ class Workers:
         """Return the messages of a process, in this machine's time. Print the first process that is gone on stderr."""
         received = []
         for message in worker.connection.arrived():
-            if isinstance(message, protocol.Started | protocol.Reported | protocol.Ended):
+            if isinstance(message, RankResult | protocol.Started | protocol.Ended):
                 message = in_time_of(worker, message)
             if isinstance(message, protocol.Started):
                 message = dataclasses.replace(message, pids=(None,) * len(message.pids))

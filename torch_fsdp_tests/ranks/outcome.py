@@ -1,4 +1,4 @@
-"""The reports and endings of a test's ranks, and the verdict that follows from them.
+"""What ranks report about their tests, how they end, and the verdict that follows from both.
 
 Nothing here starts, waits for or kills anything.
 """
@@ -8,16 +8,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import signal
-import socket
 import traceback
 import unittest
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.verdict import (
-    DefectBlock,
     Phase,
     RankResult,
     Reason,
@@ -42,28 +39,6 @@ THEN_RAISED = "__then_raised__"  # the attribute of an exception with those that
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
-    """A rank's report about itself. ``text`` is the reason of a skip, or the traceback of an exception."""
-
-    rank: int
-    state: State
-    text: str = ""
-    seconds: float = 0.0
-    subtests: int = 0
-    skipped_subtests: tuple[str, ...] = ()
-    from_body: bool = False  # the exception was raised by the test method, and not by a fixture
-    exception: str = ""  # type of the exception
-    message: str = ""  # first line of its message
-    defect_blocks: tuple[DefectBlock, ...] = ()  # in the order in which the rank left them
-    may_follow: bool = False  # torch raises such an exception if another rank does not come, or leaves
-    kinds: dict[str, SkipKind] = dataclasses.field(default_factory=dict)  # of the reasons to skip
-    cpu: float = 0.0  # seconds of CPU time; 0 if the rank is a thread
-
-    def in_one_line(self) -> str:
-        return f"{self.exception}: {self.message}" if self.exception else self.text or self.state.value
-
-
-@dataclasses.dataclass(frozen=True)
 class Ending:
     """How the process of a rank ended. A process without a code or a signal still exists.
 
@@ -85,43 +60,23 @@ class Ending:
         """Like :attr:`multiprocessing.Process.exitcode`: the exit code, or the negative number of the signal."""
         return self.code if self.signal is None else -self.signal
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The fields of a rank's result."""
+        name = None if self.signal is None or self.ours else host.signal_name(self.signal)
+        return {"exit_code": self.code, "signal": name, "stopped": self.stopped, "killed": self.ours}
+
     def in_words(self) -> str:
         if self.exitcode is None:
             return "was still running"
         return death(self.code if self.signal is None else host.signal_name(self.signal))
 
 
-@dataclasses.dataclass(frozen=True)
-class RankReport:
-    """Everything known about one rank after its test.
-
-    ``at`` is when the rank's outcome or end became known, in seconds since the start of the test.
-    """
-
-    rank: int
-    outcome: Outcome | None
-    ending: Ending
-    at: float
-    stacks: str = ""
-    output: str = ""
-    host: str = dataclasses.field(default_factory=socket.gethostname)
-
-    def with_any_ending(self) -> RankReport:
-        """Return a copy with exit code 0, in which a rank without an outcome passed.
-
-        The report of a killed rank is unchanged.
-        """
-        if self.ending.ours:
-            return self
-        outcome = self.outcome if self.outcome is not None else Outcome(self.rank, State.PASSED)
-        return dataclasses.replace(self, outcome=outcome, ending=Ending(code=0))
-
-
 class _ToldByRanks(Exception):
     """An exception whose message describes every rank."""
 
     def __init__(self, verdict: Verdict) -> None:
-        super().__init__(verdict.text)
+        super().__init__(verdict.in_full)
         self.verdict = verdict
 
 
@@ -141,8 +96,8 @@ class HarnessError(RuntimeError):
         return Verdict(State.HARNESS_ERROR, first_line(self), Phase.HARNESS)
 
 
-def capture(rank: int, body: Callable[[], object], clock: Callable[[], float]) -> Outcome:
-    """Run a test body, and return its outcome.
+def capture(rank: int, body: Callable[[], object], clock: Callable[[], float]) -> RankResult:
+    """Run a test body, and return what the rank reports.
 
     ``SystemExit`` does not pass a test. It is raised again, and :func:`judge` makes it an error, or a skip for a skip
     code. ``KeyboardInterrupt`` in a rank is an error like any other.
@@ -150,27 +105,31 @@ def capture(rank: int, body: Callable[[], object], clock: Callable[[], float]) -
     start = clock()
     try:
         body()
+        result = RankResult.report(rank, State.PASSED)
     except unittest.SkipTest as skip:
-        reason = str(skip)
-        return Outcome(rank, State.SKIPPED, reason, clock() - start, kinds=kinds_of([reason]))
+        result = skipped(rank, str(skip))
     except SystemExit:
         raise
     except BaseException as error:
-        return raised(rank, error, clock() - start)
-    return Outcome(rank, State.PASSED, seconds=clock() - start)
+        result = raised(rank, error)
+    return dataclasses.replace(result, seconds=clock() - start)
 
 
-def raised(rank: int, error: BaseException, seconds: float = 0.0) -> Outcome:
+def skipped(rank: int, reason: str) -> RankResult:
+    return RankResult.report(rank, State.SKIPPED, message=reason, kinds=kinds_of([reason]))
+
+
+def raised(rank: int, error: BaseException) -> RankResult:
     place = getattr(error, "__subtest__", None)
-    return Outcome(
+    is_from_body = hasattr(error, BODY_MARK) and not getattr(error, THEN_RAISED, ())
+    return RankResult.report(
         rank,
-        state=State.FAILED if isinstance(error, AssertionError) else State.ERROR,
-        text=shorten((f"in the subtest {place}\n" if place else "") + format_error(error)),
-        seconds=seconds,
-        from_body=hasattr(error, BODY_MARK) and not getattr(error, THEN_RAISED, ()),
+        State.FAILED if isinstance(error, AssertionError) else State.ERROR,
+        phase=Phase.BODY if is_from_body else Phase.FIXTURE,
         exception=type(error).__qualname__,
         message=first_line(error),
-        may_follow=isinstance(error, RuntimeError),
+        text=shorten((f"in the subtest {place}\n" if place else "") + format_error(error)),
+        may_follow=isinstance(error, RuntimeError),  # torch raises it if another rank does not come, or leaves
     )
 
 
@@ -227,7 +186,7 @@ def shorten(text: str) -> str:
 
 
 def judge(
-    reports: Sequence[RankReport], limit: float, skip_codes: Mapping[int, str], expected_code: int = 0
+    reports: Sequence[RankResult], limit: float, skip_codes: Mapping[int, str], expected_code: int = 0
 ) -> Verdict:
     """Return the verdict from all ranks. A test passes or skips only if all ranks do; otherwise it fails.
 
@@ -236,7 +195,7 @@ def judge(
     """
     if not reports:
         return Verdict(State.ERROR, "no rank was started, so nothing was tested: call self._spawn_processes() in setUp")
-    ranks = tuple(_result_of(report, limit, skip_codes, expected_code) for report in reports)
+    ranks = tuple(_judged(report, limit, skip_codes, expected_code) for report in reports)
     if not expected_code:
         ranks = _with_consequences(ranks, limit)
     if all(rank.state is State.SKIPPED for rank in ranks):
@@ -249,13 +208,6 @@ def judge(
     alike = [rank.rank for rank in bad if rank.in_one_line() == first.in_one_line()]
     reason = f"{ranks_in_words(alike)} of {len(ranks)} {first.in_one_line(plural=len(alike) > 1)}"
     return Verdict(state, reason, first.phase, ranks)
-
-
-def _may_follow(report: RankReport) -> bool:
-    """Whether another rank may be the cause of how this one ended. NCCL aborts a process whose collective times out."""
-    if report.outcome is None:
-        return report.ending.signal == signal.SIGABRT and not report.ending.ours
-    return report.outcome.may_follow
 
 
 def _with_consequences(ranks: tuple[RankResult, ...], limit: float) -> tuple[RankResult, ...]:
@@ -287,54 +239,44 @@ def _with_consequences(ranks: tuple[RankResult, ...], limit: float) -> tuple[Ran
     )
 
 
-def _result_of(report: RankReport, limit: float, skip_codes: Mapping[int, str], expected_code: int) -> RankResult:
-    outcome, ending = report.outcome, report.ending
-    skip_reason = None if expected_code else _skip_reason(report, skip_codes)
-    took_all = ending.ours and report.at >= limit
-    phase: Phase | None = Phase.BODY if outcome is None else Phase.FIXTURE
-    message, text = "", report.stacks
-    if outcome is not None and outcome.state.is_bad:
-        state, phase = outcome.state, Phase.BODY if outcome.from_body else Phase.FIXTURE
-        message, text = outcome.message, outcome.text
-    elif skip_reason is not None:
-        state, phase, message, text = State.SKIPPED, None, skip_reason, ""
-    elif ending.ours:
-        state = State.STILL_RUNNING
-    elif outcome is None or outcome.state is not State.PASSED or ending.code != 0:
-        state = State.CRASHED
-    else:
-        state, phase = State.PASSED, None
+def _judged(rank: RankResult, limit: float, skip_codes: Mapping[int, str], expected_code: int) -> RankResult:
+    """Decide the state of one rank from what it reported and how its process ended."""
+    # NCCL aborts a process whose collective times out.
+    may_follow = rank.may_follow if rank.reported else rank.signal == "SIGABRT"
+    took_all = rank.killed and rank.at >= limit
+    rank = dataclasses.replace(rank, may_follow=may_follow, limit=limit if took_all else None)
     if expected_code:  # then the other ranks do not matter
-        met = not ending.ours and ending.exitcode == expected_code
-        state, phase = State.PASSED if met else State.FAILED, None
-    return RankResult(
-        rank=report.rank,
-        state=state,
-        phase=phase,
-        reported="" if outcome is None else outcome.state.value,
-        exception="" if outcome is None else outcome.exception,
-        message=message,
-        text=text,
-        output=report.output,
-        seconds=0.0 if outcome is None else outcome.seconds,
-        at=report.at,
-        exit_code=ending.code,
-        signal=None if ending.signal is None or ending.ours else host.signal_name(ending.signal),
-        stopped=ending.stopped,
-        killed=ending.ours,
-        limit=limit if took_all else None,
-        expected_code=expected_code if state is State.FAILED and expected_code else None,
-        may_follow=_may_follow(report),
-        host=report.host,
-    )
+        met = _has_code(rank, expected_code)
+        if met:
+            return dataclasses.replace(rank, state=State.PASSED, phase=None)
+        return dataclasses.replace(rank, state=State.FAILED, phase=None, expected_code=expected_code)
+    if rank.raised:
+        return rank
+    if (reason := _skip_reason(rank, skip_codes)) is not None:
+        return dataclasses.replace(rank, state=State.SKIPPED, phase=None, message=reason, text="")
+    if rank.reported == State.PASSED.value and rank.exit_code == 0 and not rank.killed:
+        return dataclasses.replace(rank, state=State.PASSED, phase=None)
+    state = State.STILL_RUNNING if rank.killed else State.CRASHED
+    return dataclasses.replace(rank, state=state, phase=Phase.FIXTURE if rank.reported else Phase.BODY, message="")
 
 
-def _skip_reason(report: RankReport, skip_codes: Mapping[int, str]) -> str | None:
-    if report.outcome is None:
-        return skip_codes.get(report.ending.code) if report.ending.code is not None else None
-    if report.outcome.state is not State.SKIPPED or report.ending.code != 0:
+def _has_code(rank: RankResult, code: int) -> bool:
+    return not rank.killed and (rank.exit_code == code if code > 0 else rank.signal == host.signal_name(-code))
+
+
+def _skip_reason(rank: RankResult, skip_codes: Mapping[int, str]) -> str | None:
+    if not rank.reported:
+        return None if rank.exit_code is None or rank.killed else skip_codes.get(rank.exit_code)
+    if rank.reported != State.SKIPPED.value or rank.exit_code != 0 or rank.killed:
         return None
-    return Reason(report.outcome.text, report.outcome.kinds.get(report.outcome.text, SkipKind.OTHER))
+    return Reason(rank.message, rank.kinds.get(rank.message, SkipKind.OTHER))
+
+
+def with_any_ending(rank: RankResult) -> RankResult:
+    """Return a copy with exit code 0, in which a rank without a report passed. A killed rank is unchanged."""
+    if rank.killed:
+        return rank
+    return dataclasses.replace(rank, reported=rank.reported or State.PASSED.value, exit_code=0, signal=None)
 
 
 def death_of_server(status: int | None) -> str:

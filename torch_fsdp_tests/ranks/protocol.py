@@ -1,7 +1,8 @@
 """The messages between the processes of a test, grouped by their sender.
 
 The *processes* of a group are numbered from 0. Each process runs the rank of the same number, or all ranks as threads.
-Times (``at``) are seconds of ``time.monotonic()``. Rank 0 converts those of other machines to its own clock.
+A rank reports its test as a :class:`.RankResult`. Times (``at``) are seconds of ``time.monotonic()``. Rank 0 converts
+those of other machines to its own clock.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import dataclasses
 from typing import get_args
 
 from torch_fsdp_tests.processes.peers import Dismiss
-from torch_fsdp_tests.ranks.outcome import Outcome
+from torch_fsdp_tests.verdict import RankResult
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,13 +64,10 @@ Order = RunTest | Continue | Leave | AskForStacks | EndRanks
 
 
 @dataclasses.dataclass(frozen=True)
-class Reported:
-    """A rank reports how its test ended, and whether its process runs no more tests."""
+class Leaving:
+    """The process of a rank runs no more tests after the one that it reports next."""
 
     process: int
-    outcome: Outcome
-    at: float
-    leaving: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,9 +145,9 @@ class Broken:
     why: str
 
 
-FROM_RANK = (Reported, Waits, Raised, Leaked)
+FROM_RANK = (RankResult, Leaving, Waits, Raised, Leaked)
 FROM_SERVER = (Started, Stopped, Ended, Over, Broken)
-Event = Reported | Waits | Raised | Leaked | WroteStacks | Started | Stopped | Ended | Over | Broken
+Event = RankResult | Leaving | Waits | Raised | Leaked | WroteStacks | Started | Stopped | Ended | Over | Broken
 
 
 # --- the test process to its rank server ------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ goes through a separate pipe, because the process may not live to report it.
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import faulthandler
 import importlib
 import json
@@ -28,9 +29,8 @@ from typing import Any
 from torch_fsdp_tests.processes import foreign, host, messages
 from torch_fsdp_tests.processes.messages import Connection
 from torch_fsdp_tests.ranks import rendezvous
-from torch_fsdp_tests.ranks.outcome import Outcome
-from torch_fsdp_tests.ranks.protocol import TO_RANK, Leaked, Raised, Reported, RunTest, Start, Waits
-from torch_fsdp_tests.verdict import events
+from torch_fsdp_tests.ranks.protocol import TO_RANK, Leaked, Leaving, Raised, RunTest, Start, Waits
+from torch_fsdp_tests.verdict import RankResult, events
 
 __unittest = True  # unittest leaves the frames of such modules out of tracebacks
 
@@ -89,9 +89,9 @@ class Assignment:
         with _reporting:
             self._connection.send(message)
 
-    def report(self, outcome: Outcome) -> None:
-        """Report a rank's outcome to the test process. Any thread of the process may call this."""
-        self._tell(Reported(self.index, outcome, time.monotonic(), self._leaving))
+    def report(self, result: RankResult) -> None:
+        """Report how a rank's test ended to the test process. Any thread of the process may call this."""
+        self._tell(dataclasses.replace(result, at=time.monotonic()))
 
     def name_leak(self, leak: str) -> None:
         """Report something that a test left behind in this rank. Call it before the outcome is reported."""
@@ -114,6 +114,7 @@ class Assignment:
     def leave(self) -> None:
         """Run no more tests after the next report, because the last test left something that cannot be undone."""
         self._leaving = True
+        self._tell(Leaving(self.index))
 
     def orders(self) -> Iterable[str]:
         """Yield the tests to run: the one for which the process was started, or those that the test process sends."""

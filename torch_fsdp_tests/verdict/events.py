@@ -10,8 +10,19 @@ import unittest
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from torch_fsdp_tests.verdict import VERDICT, Phase, RankResult, Scope, State, Verdict, in_one_line, kinds_of, stream
-from torch_fsdp_tests.verdict.stream import TestResult
+from torch_fsdp_tests.verdict import (
+    FILE_ITSELF,
+    VERDICT,
+    Phase,
+    RankResult,
+    Scope,
+    State,
+    TestResult,
+    Verdict,
+    in_one_line,
+    kinds_of,
+    stream,
+)
 
 __unittest = True  # keeps the frames of this module out of the tracebacks that unittest prints
 
@@ -44,7 +55,7 @@ def skips_file(error: BaseException) -> bool:
 
 def skip_file(reason: str) -> None:
     """Report that the file is skipped, for this reason."""
-    _ended(stream.FILE_ITSELF, Verdict(State.SKIPPED, reason), scope=Scope.FILE)
+    _ended(FILE_ITSELF, Verdict(State.SKIPPED, reason), scope=Scope.FILE)
     stream.send(stream.Over())
 
 
@@ -202,9 +213,8 @@ def _phase_of(test: Any, trace: types.TracebackType | None) -> Phase:
 
 
 def _ended(name: str, verdict: Verdict, **more: Any) -> None:
-    reasons = [*more.get("subtests_skipped", ()), *[verdict.reason] * (verdict.state is State.SKIPPED)]
-    result = TestResult(name, verdict.state, phase=verdict.phase, reason=verdict.reason, ranks=verdict.ranks)
-    stream.send(stream.Ended(dataclasses.replace(result, kinds=kinds_of(reasons), **more)))
+    reasons = [*more.get("subtests_skipped", ()), verdict.reason]
+    stream.send(TestResult(**vars(verdict), name=name, kinds=kinds_of(reasons), **more))
 
 
 class Reporting(unittest.TestResult):
@@ -245,7 +255,7 @@ class Reporting(unittest.TestResult):
             subtests=self._subtests,
             subtests_skipped=self._subtests_skipped,
         )
-        if verdict.state.is_bad and _running not in self.forgiven:
+        if verdict.outcome.is_bad and _running not in self.forgiven:
             self._stop_if_asked()
         _running = None
         enter(None)
@@ -266,7 +276,7 @@ class Reporting(unittest.TestResult):
 
     def _take(self, verdict: Verdict, text: str = "") -> None:
         """Keep the worst outcome of a test that unittest reports, and all texts that are not in the ranks' reports."""
-        if self._verdict is None or verdict.state.is_worse_than(self._verdict.state):
+        if self._verdict is None or verdict.outcome.is_worse_than(self._verdict.outcome):
             self._verdict = verdict
         if verdict.ranks and not self._ranks:
             self._ranks = verdict.ranks

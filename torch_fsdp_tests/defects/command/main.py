@@ -17,11 +17,11 @@ from torch_fsdp_tests.defects.limits import Limit
 from torch_fsdp_tests.defects.registry import Answer, Component, Consequence, Defect, Exposure, InvalidQuery
 from torch_fsdp_tests.dispatch.atomic import json_rows, write_text
 from torch_fsdp_tests.dispatch.devices import cores
-from torch_fsdp_tests.dispatch.listing import plural
 from torch_fsdp_tests.dispatch.options import Parser
 from torch_fsdp_tests.installed_torch import fixes
 from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.settings import ConfigurationError
+from torch_fsdp_tests.verdict import plural
 
 if TYPE_CHECKING:
     from torch_fsdp_tests.defects.command.trial import Finding

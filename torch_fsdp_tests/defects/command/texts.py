@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from torch_fsdp_tests.defects import registry
 from torch_fsdp_tests.defects.limits import Limit
 from torch_fsdp_tests.defects.registry import Answer, Defect, Exposure
-from torch_fsdp_tests.dispatch.listing import columns, plural
+from torch_fsdp_tests.verdict import columns, plural
 
 if TYPE_CHECKING:
     from torch_fsdp_tests.defects.command.trial import Finding

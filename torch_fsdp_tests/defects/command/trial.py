@@ -140,16 +140,15 @@ def _finding(defect: Defect, group: RankGroup) -> Finding | None:
         return Finding(defect, Answer.UNDECIDED, expected, why=str(error))
     finding = Finding(defect, Answer.ABSENT, expected, seconds=max(report.at for report in reports))
     verdict = judge(reports, LIMIT, {})
-    outcomes = [report.outcome for report in reports if report.outcome is not None]
-    if skipped := [outcome.text for outcome in outcomes if outcome.state is State.SKIPPED]:
+    if skipped := [report.message for report in reports if report.state is State.SKIPPED]:
         return dataclasses.replace(finding, answer=Answer.CANNOT_BE_TRIED, why=skipped[0])
-    if verdict.state is State.TIMED_OUT and defect.consequence is Consequence.HANG:
+    if verdict.outcome is State.TIMED_OUT and defect.consequence is Consequence.HANG:
         silent = by_cause(verdict.ranks)[0].rank
         found = f"rank {silent} gave no answer within {LIMIT:g} s"
         return dataclasses.replace(finding, answer=Answer.PRESENT, found=found, right="an answer")
-    if verdict.state is not State.PASSED:
+    if verdict.outcome is not State.PASSED:
         return dataclasses.replace(finding, answer=Answer.UNDECIDED, why=verdict.reason)
-    answers = [json.loads(outcome.text) for outcome in outcomes]
+    answers = [json.loads(report.text) for report in reports]
     wrong = [rank for rank, (found, right, equal) in enumerate(answers) if not equal]
     first = wrong[0] if wrong else 0
     alike = all(answer == answers[0] for answer in answers)

@@ -16,7 +16,6 @@ from typing import Any
 from torch_fsdp_tests.dispatch import devices, reaching
 from torch_fsdp_tests.dispatch.discover import discover, source_of
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
-from torch_fsdp_tests.dispatch.listing import plural, seconds
 from torch_fsdp_tests.dispatch.select import select
 from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.reach import ReachMap
@@ -27,6 +26,7 @@ from torch_fsdp_tests.tools.mutants.mutant import NoPackage, Tests
 from torch_fsdp_tests.tools.mutants.outcomes import MutantOutcome, MutantResult, ResultFile
 from torch_fsdp_tests.tools.mutants.sites import Mutant
 from torch_fsdp_tests.tools.mutants.trials import Trials
+from torch_fsdp_tests.verdict import plural, seconds
 
 
 def main(argv: Sequence[str]) -> ExitStatus:

@@ -27,8 +27,7 @@ from torch_fsdp_tests.tools.mutants import hook
 from torch_fsdp_tests.tools.mutants.mutant import Tests
 from torch_fsdp_tests.tools.mutants.outcomes import MutantOutcome, MutantResult
 from torch_fsdp_tests.tools.mutants.sites import REIMPORTED, RELATED, Mutant, is_in, module_of
-from torch_fsdp_tests.verdict import Scope, State
-from torch_fsdp_tests.verdict.stream import TestResult
+from torch_fsdp_tests.verdict import Scope, State, TestResult
 
 TEST_LIMIT = 20.0  # seconds for one test, in addition to its recorded time
 FILE_LIMIT = 60.0  # seconds for a process, in addition to the recorded times of its tests

@@ -12,10 +12,9 @@ from typing import Any
 
 from torch_fsdp_tests.dispatch import behaviour, behaviour_files, report
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
-from torch_fsdp_tests.dispatch.listing import columns, plural
 from torch_fsdp_tests.dispatch.slower import Test, side_by_side, tests_in, tests_of
 from torch_fsdp_tests.installed_torch.version_ranges import numbers
-from torch_fsdp_tests.verdict import State
+from torch_fsdp_tests.verdict import State, columns, plural
 
 BEHAVIOUR = "behaviour.gz"  # the record of a version, in its folder
 TITLES = ("torch", "Python", "device", "what was run", "passed", "failed", "skipped", "known defects", "known failures")
