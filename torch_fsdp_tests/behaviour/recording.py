@@ -33,8 +33,8 @@ from torch_fsdp_tests.behaviour.memory import GRADIENTS, Memory, owners
 from torch_fsdp_tests.behaviour.values import cleaned, described, digest, dtype_of, tensors_in
 from torch_fsdp_tests.common_utils import TestCase
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.dispatch.behaviour import Kind
 from torch_fsdp_tests.ranks.threaded_pg import ProcessLocalGroup
+from torch_fsdp_tests.verdict.behaviour import Kind
 
 __unittest = True  # keeps the frames of this module out of the tracebacks that unittest prints
 

@@ -8,25 +8,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import enum
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch_fsdp_tests.verdict import plural
-
-
-class Kind(str, enum.Enum):
-    """A kind of events, the most important first. Its value names several of them."""
-
-    VALUES = "values"
-    COLLECTIVES = "collectives"
-    MEMORY = "measurements of memory"
-    STATES = "entries of states"
-    EXCEPTIONS = "exceptions and warnings"
-    COPIES = "copies and casts"
-    OPERATORS = "operators"
-
+from torch_fsdp_tests.verdict.behaviour import Kind
 
 # The fields after the first, which says what happens.
 FIELDS = {
@@ -185,5 +172,6 @@ def lines(found: Sequence[Difference], most: int = 3) -> list[str]:
         tests = plural(len({each.test for each in members}), "test")
         made.append(f"{what}: {tests}" if kind is None else f"{kind.value}: {what}: {tests}")
         made += [f"    {each.words}" for each in members[:most]]
-        made += [f"    and {len(members) - most} more"] * (len(members) > most)
+        if len(members) > most:
+            made.append(f"    and {len(members) - most} more")
     return made

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from torch_fsdp_tests.dispatch.atomic import write_bytes
-from torch_fsdp_tests.dispatch.behaviour import Kind, Ranks, Record
+from torch_fsdp_tests.dispatch.behaviour import Ranks, Record
 from torch_fsdp_tests.settings import ConfigurationError
+from torch_fsdp_tests.verdict.behaviour import Kind
 
 FORMAT = 1
 
