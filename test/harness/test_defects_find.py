@@ -352,9 +352,9 @@ class TestCommand(TestCase):
         self.assertEqual(status, 0)
         self.assertIn("\n\noptimizer_ignored_parameters_break_foreach (error, rare): ", out)
         last = (
-            "1 limit and 1 known defect fits (0 default, 0 common, 1 rare, 0 hardware); --show ID prints a script for"
+            "1 limit and 1 known defect fits (0 default, 0 common, 1 rare, 0 hardware); --show ID prints a script"
         )
-        last += " one"
+        last += " for one"
         self.assertEqual(out.splitlines()[-1], last)
 
     def test_what_this_torch_has_comes_first(self):

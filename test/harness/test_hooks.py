@@ -16,7 +16,8 @@ from samples import Processes, Threads
 from torch_fsdp_tests import common_distributed, settings
 from torch_fsdp_tests.common_distributed import TEST_SKIPS, DistributedTestBase, MultiProcContinuousTest, multi_process
 from torch_fsdp_tests.common_fsdp import FSDPTest, FSDPTestContinuous, FSDPTestMultiThread
-from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests, state
+from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.device import process_state
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorContinuousTestBase, DTensorTestBase, with_comms
 
 UPSTREAM = Path(__file__).parent / "inputs" / "upstream_hooks.txt"
@@ -240,7 +241,7 @@ class TestHooks(TestCase):
     )
     def test_exit_codes_are_upstreams(self, test, codes):
         """The notes name an override that accepts all exit codes, with what it accepts."""
-        with mock.patch.object(state.notes, "add") as add:
+        with mock.patch.object(process_state.notes, "add") as add:
             result = result_of(overrides.Judges, test)
         name, seconds, seen, sent = overrides.Judges.seen
         self.assertEqual((text_of(result), result.skipped), ("", []))

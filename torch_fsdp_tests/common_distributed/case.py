@@ -25,9 +25,9 @@ import torch
 from torch_fsdp_tests import settings
 from torch_fsdp_tests.common_distributed.requirements import at_least_x_gpu, requirements_of, skip_codes, skip_unless
 from torch_fsdp_tests.common_distributed.subtests import run_subtests
-from torch_fsdp_tests.common_utils import TestCase, defect_blocks, state
+from torch_fsdp_tests.common_utils import TestCase, defect_blocks
 from torch_fsdp_tests.common_utils.testcase import is_ours, subtest_words
-from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.device import accelerator, process_state
 from torch_fsdp_tests.processes import host
 from torch_fsdp_tests.ranks import (
     Assignment,
@@ -174,7 +174,7 @@ def named_leaks(assignment: Assignment) -> Iterator[None]:
     outputs = sys.stdout, sys.stderr
     changes: list[str] = []
     try:
-        with state.saved_state() as changes:
+        with process_state.saved_state() as changes:
             yield
     finally:
         if outputs != (sys.stdout, sys.stderr) or any(getattr(output, "closed", False) for output in outputs):
@@ -371,7 +371,7 @@ class RankTestCase(TestCase):
         if leaks and settings.is_on(settings.STRICT_LEAKS_VARIABLE, os.environ):
             words = f"{'; '.join(leaks)} ({settings.STRICT_LEAKS_VARIABLE} makes this a failure)"
             raise_verdict(Verdict(State.LEAKED, words))
-        state.notes.add(self.id(), leaks)
+        process_state.notes.add(self.id(), leaks)
 
     def _run_body(self, test_name: str, **kwargs: Any) -> None:
         """In a rank, run the test method and then its clean-ups, which upstream's harness never runs."""

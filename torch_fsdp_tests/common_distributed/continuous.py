@@ -14,8 +14,8 @@ import torch.distributed.distributed_c10d as c10d
 
 from torch_fsdp_tests.common_distributed.case import RankTestCase, limit_of, named_leaks, run_in_rank
 from torch_fsdp_tests.common_distributed.requirements import ranks_of
-from torch_fsdp_tests.common_utils import set_rng_seed, state
-from torch_fsdp_tests.device import accelerator, substitutes
+from torch_fsdp_tests.common_utils import set_rng_seed
+from torch_fsdp_tests.device import accelerator, process_state, substitutes
 from torch_fsdp_tests.ranks import (
     COLLECTIVE_TIMEOUT_FRACTION,
     Assignment,
@@ -125,7 +125,7 @@ class MultiProcContinuousTest(RankTestCase):
         except HarnessError as error:
             group.late_deaths.append(error.verdict)
         cls._keep_late_deaths(group)
-        state.notes.add(f"{cls.__module__}.{cls.__qualname__}", group.take_leaks())
+        process_state.notes.add(f"{cls.__module__}.{cls.__qualname__}", group.take_leaks())
 
     @classmethod
     def _keep_late_deaths(cls, group: RankGroup) -> None:

@@ -28,8 +28,8 @@ from torch_fsdp_tests import settings
 from torch_fsdp_tests.common_distributed.case import RankTestCase, limit_of, named_leaks, raise_verdict, run_in_rank
 from torch_fsdp_tests.common_distributed.rank_process import ERROR_EXIT_CODE, RankPopen
 from torch_fsdp_tests.common_distributed.requirements import ranks_of, skip_codes
-from torch_fsdp_tests.common_utils import FILE_SCHEMA, set_rng_seed, state
-from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.common_utils import FILE_SCHEMA, set_rng_seed
+from torch_fsdp_tests.device import accelerator, process_state
 from torch_fsdp_tests.ranks import (
     COLLECTIVE_TIMEOUT_FRACTION,
     Assignment,
@@ -232,7 +232,7 @@ class MultiProcessTestCase(RankTestCase):
             self._check_return_codes(fn, time.monotonic() - began)
             if not self._is_judged and (verdict := self._judge(fn)).outcome is not State.PASSED:
                 accepted = verdict.in_full.partition("\n")[0].rstrip(":")
-                state.notes.add(self.id(), [f"passed because its _check_return_codes accepts that {accepted}"])
+                process_state.notes.add(self.id(), [f"passed because its _check_return_codes accepts that {accepted}"])
         finally:
             for pipe in self.pid_to_pipe.values():
                 pipe.close()

@@ -12,13 +12,13 @@ from typing import Any
 import expecttest
 
 from torch_fsdp_tests import installation, settings
-from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.device import accelerator, process_state
 from torch_fsdp_tests.installed_torch import upstream_names
 from torch_fsdp_tests.processes import launcher
 from torch_fsdp_tests.settings import BACKEND_VARIABLE, DEVICE_VARIABLE
 from torch_fsdp_tests.verdict import events, stream
 
-from . import state, testcase
+from . import testcase
 from .seed import SEED_VARIABLE, set_rng_seed
 
 NO_TESTS_RAN = 5  # unittest's own exit status for this since Python 3.12
@@ -59,7 +59,7 @@ class _Runner(unittest.TextTestRunner):
 
         def print_errors_and_leaks() -> None:
             print_errors()
-            state.notes.report(self.stream)  # type: ignore[arg-type]
+            process_state.notes.report(self.stream)  # type: ignore[arg-type]
             if borrowed := upstream_names.borrowed_in_words():
                 print(borrowed, file=self.stream)
             for defects, words, how in (

@@ -1,10 +1,9 @@
-"""The seed of a run, and the random states that it sets."""
+"""The seed of a run."""
 
 from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -46,23 +45,3 @@ def set_rng_seed(seed: int | None = None) -> None:
     manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)  # numpy rejects some seeds that are valid in torch
-
-
-def save_rng_state() -> Callable[[], None]:
-    """Save the states of all generators, and return a function that restores them.
-
-    The state of an accelerator is saved only if its runtime is running, because reading it would start the runtime.
-    """
-    python, numpy_state, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    accelerator_device = torch.accelerator.current_accelerator() if accelerator.initialised() else None
-    module = torch.get_device_module(accelerator_device.type) if accelerator_device is not None else None
-    device = module.get_rng_state() if module is not None else None
-
-    def restore() -> None:
-        random.setstate(python)
-        np.random.set_state(numpy_state)
-        torch.set_rng_state(host)
-        if module is not None:
-            module.set_rng_state(device)
-
-    return restore

@@ -17,9 +17,10 @@ import expecttest
 import torch
 
 from torch_fsdp_tests import settings
+from torch_fsdp_tests.device import process_state
 from torch_fsdp_tests.verdict import VERDICT, DefectBlock, Phase, State, Verdict, by_cause, events, in_one_line
 
-from . import defect_blocks, state, vacuous
+from . import defect_blocks, vacuous
 from .equality import Closeness, describe, differences, pairs
 from .seed import set_rng_seed
 
@@ -74,9 +75,9 @@ def subtest_words(msg: Any, params: Mapping[str, Any]) -> str:
 class TestCase(expecttest.TestCase):
     """unittest's TestCase, with comparisons for tensors.
 
-    Differs from upstream's: what a test leaves changed in its process is undone and reported (see :mod:`.state`). The
-    first docstring line never replaces a test's name. Messages give the place of the first difference inside
-    containers, and the number of the others. Sparse-tensor invariants are not switched on.
+    Differs from upstream's: what a test leaves changed in its process is undone and reported (by
+    :mod:`.process_state`). The first docstring line never replaces a test's name. Messages give the place of the first
+    difference inside containers, and the number of the others. Sparse-tensor invariants are not switched on.
 
     ``precision`` and ``rel_tol`` are lower bounds of ``atol`` and ``rtol`` in every comparison of tensors and numbers.
     """
@@ -117,9 +118,9 @@ class TestCase(expecttest.TestCase):
         self._known_defects = [defect for defect in known if defect.is_expected()]
         if self._known_defects:
             self.__unittest_expecting_failure__ = True
-        with defect_blocks.recorded() as self._defect_blocks, state.watched_threads() as ended:
+        with defect_blocks.recorded() as self._defect_blocks, process_state.watched_threads() as ended:
             # First registered is last called, after tearDown and all clean-ups of the test.
-            self.addCleanup(state.undo_leaks, self, state.SavedState(), ended)
+            self.addCleanup(process_state.undo_leaks, self, process_state.SavedState(), ended)
             return super().run(result)
 
     def _callTestMethod(self, method: Callable[[], object]) -> None:

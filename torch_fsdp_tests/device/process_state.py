@@ -10,19 +10,20 @@ import atexit
 import contextlib
 import dataclasses
 import os
+import random
 import sys
 import threading
 import unittest
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
+import numpy as np
 import torch
 from torch.utils import _python_dispatch as dispatch
 
 from torch_fsdp_tests import settings
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.verdict import VERDICT, State, Verdict, events, in_one_line
-
-from .seed import save_rng_state
 
 # torch sets these itself when its compiler is first used, and sets them again if they are missing.
 TORCHS_OWN_VARIABLES = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"})
@@ -127,6 +128,26 @@ def _read(watched: Watched) -> Any:
         return watched.read()
     except RuntimeError:
         return _UNREADABLE
+
+
+def save_rng_state() -> Callable[[], None]:
+    """Save the states of all generators, and return a function that restores them.
+
+    The state of an accelerator is saved only if its runtime is running, because reading it would start the runtime.
+    """
+    python, numpy_state, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    accelerator_device = torch.accelerator.current_accelerator() if accelerator.initialised() else None
+    module = torch.get_device_module(accelerator_device.type) if accelerator_device is not None else None
+    device = module.get_rng_state() if module is not None else None
+
+    def restore() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(host)
+        if module is not None:
+            module.set_rng_state(device)
+
+    return restore
 
 
 class SavedState:

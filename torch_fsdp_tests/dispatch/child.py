@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import faulthandler
 import hashlib
-import importlib
 import os
 import runpy
 import signal
@@ -169,8 +168,9 @@ def install(orders: Orders) -> Run:
     run = Run(orders)
     events.check_calls()
     if settings.is_on(settings.STRICT_LEAKS_VARIABLE, os.environ):
-        # Imported only with the setting, because this module imports torch, which not every file needs.
-        importlib.import_module("torch_fsdp_tests.common_utils.state").check_every_test()
+        from torch_fsdp_tests.device import process_state  # imports torch, which not every file needs
+
+        process_state.check_every_test()
     runner: Any = unittest.TextTestRunner
     runner.resultclass = events.EventResult
     original = runner.run

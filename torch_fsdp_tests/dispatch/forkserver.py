@@ -7,7 +7,6 @@ runs no tensor operation, and does not know about tests.
 
 from __future__ import annotations
 
-import importlib
 import sys
 
 from torch_fsdp_tests.dispatch import child
@@ -16,7 +15,8 @@ from torch_fsdp_tests.processes import forkserver, programs
 
 def preload() -> list[str]:
     """Import what every test file imports. Returns remarks."""
-    torch_facts = importlib.import_module("torch_fsdp_tests.installed_torch.torch_facts")
+    from torch_fsdp_tests.installed_torch import torch_facts  # imports torch
+
     return forkserver.preload(torch_facts.PRELOADED, torch_facts.IMPORTED_LATE)
 
 
