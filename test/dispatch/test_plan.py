@@ -32,6 +32,7 @@ from torch_fsdp_tests.dispatch.upstream import absent
 from torch_fsdp_tests.installed_torch.version_ranges import version_fits
 from torch_fsdp_tests.settings import ConfigurationError
 from torch_fsdp_tests.verdict import State, TestResult
+from torch_fsdp_tests.verdict.stream import Announced
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -665,7 +666,7 @@ class TestMemory(FolderCase):
         tests = tuple(TestResult(State(outcome), name=name) for name, outcome in outcomes.items())
         job = Job(ShardedTest(TestRun("f", frozenset(included)), 1, parts), 0)
         ending = ProcessEnd(EndKind.STOPPED) if stopped else ProcessEnd(EndKind.EXITED, 0)
-        file = FileResult((Attempt(job, ending, tests, 0.0, 1.0, matched=frozenset()),))
+        file = FileResult((Attempt(job, ending, tests, 0.0, 1.0, announced=Announced(matched=frozenset())),))
         return last_failures.remembered(before, [file], is_narrowed=False)
 
     def test_what_a_run_says_about_a_file(self):

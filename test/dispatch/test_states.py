@@ -13,8 +13,7 @@ from trees import CLOSING, FAIL, PASS, Balanced, TreeCase, alive, body
 
 from torch_fsdp_tests.device.capabilities import CAPABILITIES
 from torch_fsdp_tests.dispatch.devices import torch_version
-from torch_fsdp_tests.dispatch.junit import clean
-from torch_fsdp_tests.verdict import RankResult, State, rank_rows
+from torch_fsdp_tests.verdict import RankResult, State, clean, rank_rows
 
 RANKS = """#bare
 import atexit, threading

@@ -351,9 +351,7 @@ class TestCommand(TestCase):
         status, out, _ = command("--find", "-", stdin=TRACEBACKS["optimizer_ignored_parameters_break_foreach"])
         self.assertEqual(status, 0)
         self.assertIn("\n\noptimizer_ignored_parameters_break_foreach (error, rare): ", out)
-        last = (
-            "1 limit and 1 known defect fits (0 default, 0 common, 1 rare, 0 hardware); --show ID prints a script"
-        )
+        last = "1 limit and 1 known defect fits (0 default, 0 common, 1 rare, 0 hardware); --show ID prints a script"
         last += " for one"
         self.assertEqual(out.splitlines()[-1], last)
 

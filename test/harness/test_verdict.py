@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from torch_fsdp_tests.common_distributed.case import raise_verdict, run_all
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests, subtest
-from torch_fsdp_tests.dispatch import result, worker, workers
-from torch_fsdp_tests.processes import messages
+from torch_fsdp_tests.dispatch import result
+from torch_fsdp_tests.processes import host, messages
 from torch_fsdp_tests.ranks import outcome
 from torch_fsdp_tests.ranks.outcome import Ending, capture, judge, raised, with_any_ending
 from torch_fsdp_tests.verdict import (
@@ -23,6 +23,7 @@ from torch_fsdp_tests.verdict import (
     Verdict,
     by_cause,
     closing_line,
+    death,
     tally,
 )
 
@@ -51,7 +52,7 @@ class TestDeaths(TestCase):
         self.assertEqual(Ending.from_wait_status(number).in_words(), words)
         self.assertEqual(outcome.death_of_server(number), f"the rank server {words}")
         self.assertEqual(file.in_words(), words)
-        self.assertEqual(workers._death(worker.FileEnded(1, number, "")), words)
+        self.assertEqual(death(host.how_ended(number)), words)
 
     def test_an_exit_code_has_none(self):
         words = "exited with code 9"
@@ -59,7 +60,7 @@ class TestDeaths(TestCase):
         self.assertEqual(rank.headline(), f"{words} before reporting anything")
         self.assertEqual(Ending(code=9).in_words(), words)
         self.assertEqual(result.ProcessEnd(result.EndKind.EXITED, 9).in_words(), words)
-        self.assertEqual(workers._death(worker.FileEnded(1, 9 << 8, "")), words)
+        self.assertEqual(death(host.how_ended(9 << 8)), words)
 
 
 class TestCounts(TestCase):

@@ -57,7 +57,8 @@ def select_tests(names: Sequence[str], orders: Orders) -> tuple[list[int], list[
             import difflib  # imported late, because few runs have unknown names
 
             near = difflib.get_close_matches(pattern, [*names, *{name.split(".")[0] for name in names}], n=3)
-            remarks.append(f"{pattern!r} is not a test of this file" + f"; nearest: {', '.join(near)}" * bool(near))
+            nearest = f"; nearest: {', '.join(near)}" if near else ""
+            remarks.append(f"{pattern!r} is not a test of this file{nearest}")
     if run.patterns:
         expressions = [keywords.parse(pattern) for pattern in run.patterns]
         chosen = {index for index in chosen if any(holds(names[index]) for holds in expressions)}

@@ -204,5 +204,5 @@ def _also_failing(results: Results, before: Results) -> list[str]:
         {f"{file.job.part.name}::{test.name}" for file, test in side.tests() if test.outcome.is_bad}
         for side in (results, before)
     ]
-    words = [f"fails also without the change: {first_few(sorted(bad[0] & bad[1]))}"] * bool(bad[0] & bad[1])
-    return words + [f"fails only without the change: {first_few(sorted(bad[1] - bad[0]))}"] * bool(bad[1] - bad[0])
+    kinds = {"also": bad[0] & bad[1], "only": bad[1] - bad[0]}
+    return [f"fails {how} without the change: {first_few(sorted(tests))}" for how, tests in kinds.items() if tests]

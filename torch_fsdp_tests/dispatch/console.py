@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import errno
 import os
-import shlex
 import shutil
 import signal
 import sys
@@ -13,15 +12,15 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
-from torch_fsdp_tests import installation, settings
 from torch_fsdp_tests.device import machine
 from torch_fsdp_tests.dispatch import devices, hosts
 from torch_fsdp_tests.dispatch.atomic import naming
-from torch_fsdp_tests.dispatch.junit import clean
 from torch_fsdp_tests.dispatch.process import TestProcess
+from torch_fsdp_tests.dispatch.repeat import perturbations, repeat_command
 from torch_fsdp_tests.dispatch.result import Attempt, FileResult
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.rounds import summary
+from torch_fsdp_tests.dispatch.run_plan import RunPlan
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.installed_torch import fixes
 from torch_fsdp_tests.verdict import (
@@ -30,6 +29,7 @@ from torch_fsdp_tests.verdict import (
     Scope,
     State,
     TestResult,
+    clean,
     closing_line,
     first_few,
     plural,
@@ -46,49 +46,6 @@ QUIET = 30.0  # seconds without output after which a log gets a progress line
 MOST_NAMES = 5  # of fixes, in the first line
 
 
-def repeat_command(run: RunTests, file: str, facts: Mapping[str, Any], test: str | None = None) -> str:
-    """The command that repeats one test, class or file as it ran here. ``facts`` say what it was tested on."""
-    words = installation.program_words()
-    if run.test_directory != run.default_directory:
-        words += ["--test-directory", installation.short_path(run.test_directory)]
-    inside = f"::{test.replace('.', '::')}" if test else ""
-    words += ["-i", f"{file}{inside}"]
-    if test or run.shuffle:  # for a whole file the option would also shuffle, and this run did not shuffle
-        words += ["--seed", str(run.seed)]
-    lists = {"--disabled-tests": run.disabled, "--slow-tests": run.slow}
-    options = {
-        "--device": run.device or facts.get("device"),
-        "--backend": run.backend or facts.get("backend"),
-        "--ranks": run.ranks or facts.get("ranks"),
-        "--devices": None if run.devices is None else ",".join(run.devices),
-        **{option: path and installation.short_path(path) for option, path in lists.items()},
-        "--timeout": None if run.timeout is None else f"{run.timeout:g}",
-        "--strict-defects": run.strict_defects,
-        "--strict-names": run.strict_names,
-        "--check-streams": run.check_streams,
-        "--perturb": perturbations(run),
-    }
-    for option, value in options.items():
-        if value is not None and value is not False:
-            words += [option] if value is True else [option, str(value)]
-    if run.compare_behaviour and run.reaching:
-        words += ["--compare-behaviour", "--reaching", *run.reaching]
-    if run.fixes:
-        words += ["--with-fixes", *([] if fixes.are_all(run.fixes) else run.fixes)]
-    for path in run.known_failures:
-        words += ["--known-failures", installation.short_path(path)]
-    if run.arguments:
-        words += ["--", *run.arguments]
-    names = [variable.name for variable in settings.VARIABLES if variable.is_repeated]
-    set_ones = [f"{name}={shlex.quote(value)}" for name in names if (value := os.environ.get(name))]
-    return " ".join([*set_ones, shlex.join(words)])
-
-
-def perturbations(run: RunTests) -> str | None:
-    """The kinds, as the option takes them."""
-    return "all" if run.perturb == tuple(settings.PERTURBATIONS) else ",".join(run.perturb) or None
-
-
 def wants_colours(stream: TextIO, environment: Mapping[str, str]) -> bool:
     """Whether to use colours: only on a terminal, and unless one of the usual variables forbids it."""
     if environment.get("NO_COLOR") or environment.get("FORCE_COLOR"):
@@ -99,21 +56,23 @@ def wants_colours(stream: TextIO, environment: Mapping[str, str]) -> bool:
 class Console:
     """Prints to one stream, and flushes each time. On a terminal the last line is a status, rewritten in place."""
 
-    def __init__(self, run: RunTests, stream: TextIO, total: int, under_test: Mapping[str, Any], slots: int) -> None:
-        self._run, self._stream, self._total, self._slots = run, stream, total, slots
-        self.under_test = dict(under_test)  # what is known at first; the first file with ranks reports the rest
+    def __init__(self, run: RunTests, planned: RunPlan, stream: TextIO | None = None) -> None:
+        self._run, self._total, self._slots = run, len(planned.jobs), len(planned.slots)
+        self._stream = stream or (sys.stderr if run.list_tests else sys.stdout)
+        # What is known at first; the first file with ranks reports the rest.
+        self.under_test = devices.under_test(planned.device_set, run, planned.ranks)
         self._done = self._failures = self._tests = 0
         self._round = 0  # the number of the running round; 0 without rounds
         self._counts: collections.Counter[State] = collections.Counter()  # tests of this round
-        self.is_terminal = stream.isatty()
-        self._coloured = wants_colours(stream, os.environ)
+        self.is_terminal = self._stream.isatty()
+        self._coloured = wants_colours(self._stream, os.environ)
         # Seconds between two progress reports: a rewritten line on a terminal, or lines in a log.
         self.refresh = REFRESH if self.is_terminal else QUIET
         self._printed_at = time.monotonic()
         self._status = ""
         self._introduced = False
         self._machine = ""  # the facts about the machine in one line, when a file has reported them
-        self._width = len(str(total))
+        self._width = len(str(self._total))
 
     def say(self, text: str = "") -> None:
         if not self._introduced:
@@ -157,7 +116,8 @@ class Console:
         known = self.under_test
         about = [f"torch {known.get('torch') or 'not installed'}"]
         about += [f"{name} {known[name]}" for name in ("device", "backend", "ranks") if known.get(name)]
-        about += ["devices shared"] * bool(known.get("shared"))
+        if known.get("shared"):
+            about.append("devices shared")
         about += [f"up to {plural(self._slots, 'file')} at a time", plural(devices.cores(), "core")]
         about.append(f"seed {self._run.seed}")
         if kinds := perturbations(self._run):
@@ -237,7 +197,7 @@ class Console:
 
     def _failure(self, file: FileResult) -> None:
         on = machine.in_one_line(file.attempts[-1].facts.get("machine", {}))
-        self._output(file.attempts[-1], file.tests(), f"output of {file.name}{f', on {on}' * bool(on)}")
+        self._output(file.attempts[-1], file.tests(), f"output of {file.name}{f', on {on}' if on else ''}")
         left = [test for test in file.tests() if test.outcome is State.NOT_RUN]
         if left:
             self.say(f"tests not reached: {', '.join(test.name for test in left)}")
@@ -260,7 +220,7 @@ class Console:
         running = list(running)
         ages = ", ".join(f"{p.job.part.name.rpartition('/')[2]} {seconds(now - p.began)}" for p in running)
         tests = self._tests + sum(result.scope is Scope.TEST for p in running for result in p.results)
-        parts = [f"round {self._round}"] * bool(self._round)
+        parts = [f"round {self._round}"] if self._round else []
         parts += [f"[{self._done}/{self._total}] {plural(tests, 'test')} done", f"{self._failures} failed"]
         if left is not None:
             parts.append(f"about {seconds(left)} left")
@@ -337,7 +297,7 @@ _PROBLEMS = ("unknown", "empty", "FAILED")  # words of :func:`word_for` for a fi
 def word_for(file: FileResult) -> str:
     """The outcome of a file in one word: the first that applies."""
     words = {
-        "unknown": bool(file.attempts[-1].unknown),
+        "unknown": bool(file.announced.unknown),
         "empty": not file.tests() and not file.was_stopped,
         "FAILED": file.is_bad,
         "stopped": file.was_stopped,
@@ -403,6 +363,6 @@ def _duration(results: Results) -> str:
     ran = f"{plural(len(results.files), 'file')} in {seconds(results.seconds)}"
     if (rounds := results.rounds) is None:
         return f"{ran} ({seconds(sum(file.seconds for file in results.files))} of serial time)"
-    cut = f", and part of round {rounds.number}" * (rounds.number > rounds.complete)
-    failed = f"; {plural(rounds.failed, 'round')} failed" * bool(rounds.failed)
+    cut = f", and part of round {rounds.number}" if rounds.number > rounds.complete else ""
+    failed = f"; {plural(rounds.failed, 'round')} failed" if rounds.failed else ""
     return f"{plural(rounds.complete, 'round')} of {ran}{cut}{failed}"

@@ -48,7 +48,8 @@ def begin(directory: Path, test_directory: Path, by_test: bool) -> tuple[str, ..
         of_torch = [f"*/torch/{folder}/*" for folder in recording.FOLDERS]
     measured = [f"{test_directory}/*", f"{_PACKAGE}/*", *of_torch]
     lines = ["[run]", "parallel = true", "patch =", "  fork", "  _exit", f"data_file = {folder / RESULT}"]
-    lines += ["core = ctrace"] * by_test  # the faster core of Python 3.14 cannot record by test
+    if by_test:
+        lines.append("core = ctrace")  # the faster core of Python 3.14 cannot record by test
     lines += ["include ="]
     settings.write_text("\n".join([*lines, *(f"  {pattern}" for pattern in measured), ""]))
     return "-m", "coverage", "run", "--rcfile", str(settings)

@@ -15,7 +15,6 @@ from torch_fsdp_tests.dispatch import hosts as host_verdicts
 from torch_fsdp_tests.dispatch import page
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.features import features_of
-from torch_fsdp_tests.dispatch.junit import clean
 from torch_fsdp_tests.dispatch.page import Row, Section
 from torch_fsdp_tests.dispatch.result import EndKind, ProcessEnd
 from torch_fsdp_tests.dispatch.rounds import place, summary
@@ -28,6 +27,7 @@ from torch_fsdp_tests.verdict import (
     Scope,
     SkipKind,
     State,
+    clean,
     describe,
     plural,
     rank_rows,
@@ -139,7 +139,7 @@ def _summary(data: Mapping[str, Any]) -> str:
     elif ran:
         held = ran - count["known defect"] - count["known failure"]
         did = "that should pass passed" if held < ran else "that ran passed" if ran < sum(count.values()) else "passed"
-        sentences = [f"All {plural(held, 'test')} {did}." if held > 1 else f"The test {did}."] * bool(held)
+        sentences = [f"All {plural(held, 'test')} {did}." if held > 1 else f"The test {did}."] if held else []
     else:
         sentences = ["No test was executed, so this run proves nothing."]
     if outside:
@@ -174,9 +174,9 @@ def hosts(data: Mapping[str, Any]) -> str:
 def rounds_in_words(data: Mapping[str, Any]) -> str:
     if (rounds := data["rounds"]) is None:
         return ""
-    asked = [f"of {rounds['asked']}"] * (rounds["asked"] is not None)
+    asked = [f"of {rounds['asked']}"] if rounds["asked"] is not None else []
     asked += [f"in {seconds(rounds['limit'])} at most"] if rounds["limit"] is not None else []
-    failed = [f"{rounds['failed']} failed"] * bool(rounds["failed"])
+    failed = [f"{rounds['failed']} failed"] if rounds["failed"] else []
     return ", ".join([" ".join([str(rounds["complete"]), *asked]), *failed])
 
 
@@ -185,11 +185,11 @@ def facts(data: Mapping[str, Any]) -> dict[str, str]:
     suite, device = data["suite"], data["device"]
     if data["device_count"]:
         device = plural(data["device_count"], f"{device} device")
-        device += ", shared by several ranks" * bool(data["shared"])
+        device += ", shared by several ranks" if data["shared"] else ""
     sizes = sorted({test["world_size"] for _, test in tests_in(data)} - {None})
     ranks = " to ".join(map(str, dict.fromkeys([*sizes[:1], *sizes[-1:]])))
     if data["ranks"] and sizes != [data["ranks"]]:
-        ranks = f"{ranks}{', ' * bool(ranks)}{data['ranks']} by default"
+        ranks = ", ".join(filter(None, [ranks, f"{data['ranks']} by default"]))
     values = {
         "torch": data["torch"],
         "device": device,
@@ -271,22 +271,22 @@ def _features(data: Mapping[str, Any]) -> str:
             page.parts(kinds | {"skip": row["skipped"] + row["not_run"]}),
             number(row["passed"]),
             _filter_link(row, "failed", "failed", "bad"),
-            *[_filter_link(row, "known_failures", "known failure", "warn")] * listed,
+            *([_filter_link(row, "known_failures", "known failure", "warn")] if listed else []),
             number(row["known_defects"], "warn"),
             number(row["skipped"]),
             _missing(row["missing"]),
         ]
 
     listed = any(row["known_failures"] for row in data["features"])  # most runs have no such list
-    numbers = ["passed", "failed", *["known failures"] * listed, "known defects", "skipped"]
+    numbers = ["passed", "failed", *(["known failures"] if listed else []), "known defects", "skipped"]
     columns = [("feature", "f"), ("", "b"), *((title, "n") for title in numbers), ("what was missing", "m")]
     rows = []
     for group, its in itertools.groupby(data["features"], key=lambda row: row["group"]):
         rows += [Row([escape(group)]), *(Row(cells(row)) for row in its)]
     table = page.table(columns, rows, stack=True)
+    known = "~ a test failed, as the list of known failures says; " if listed else ""
     words = (
-        "✓ every test had the expected outcome; ✗ a test failed; "
-        f"{'~ a test failed, as the list of known failures says; ' * listed}- no test was executed. Tests that show "
+        f"✓ every test had the expected outcome; ✗ a test failed; {known}- no test was executed. Tests that show "
         "a known defect of torch fail as expected, and are counted separately. A test may count for several features."
     )
     return f"<p class=dim>{words}</p>{table}" if table else ""
@@ -353,7 +353,8 @@ def _failures(data: Mapping[str, Any]) -> str:
         parts.append(f'<div {page.CONTAINER}="{escape(file["file"])}">')
         parts.append(f"<h3>{escape(_name(file))} <span class=dim>{escape(_ending(last))}{attempts}</span></h3>")
         on = machine.in_one_line(last["facts"].get("machine") or {})
-        parts += [f"<p class='dim small'>on {page.text(on)}</p>"] * bool(on)
+        if on:
+            parts.append(f"<p class='dim small'>on {page.text(on)}</p>")
         parts += [_failure(file, test) for test in bad]
         left = [test["test"] for test in file["tests"] if test["outcome"] == State.NOT_RUN]
         if left:
@@ -414,7 +415,8 @@ def _flaky(data: Mapping[str, Any]) -> str:
             continue
         first = file["attempts"][0]
         parts.append(f"<h3>{escape(_name(file))} <span class=dim>{len(file['attempts'])} attempts</span></h3>")
-        parts += [page.names("Passed only when run again", names)] * bool(names)
+        if names:
+            parts.append(page.names("Passed only when run again", names))
         parts.append(page.folded(f"output of the first attempt ({escape(_ending(first))})", page.pre(first["output"])))
     return "".join(parts)
 
@@ -460,8 +462,9 @@ def _slowest(data: Mapping[str, Any]) -> str:
 
 def _test(file: Mapping[str, Any], test: Mapping[str, Any]) -> str:
     """Show one line of the list of all tests."""
-    details = [plural(test["subtests"], "subtest")] * bool(test["subtests"])
-    details += [plural(test["world_size"], "rank")] * bool(test["world_size"])
+    details = [plural(test["subtests"], "subtest")] if test["subtests"] else []
+    if test["world_size"]:
+        details.append(plural(test["world_size"], "rank"))
     why = f"<span class=why>{page.text(test['reason'])}</span>" if test["reason"] else ""
     shown_details = f"<span class='dim small'>{', '.join(details)}</span>" if details else ""
     return (

@@ -11,16 +11,9 @@ from torch_fsdp_tests.device import machine
 from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.dispatch.result import FileResult
 from torch_fsdp_tests.dispatch.results import Results
-from torch_fsdp_tests.verdict import State, TestResult, columns, describe, rank_rows
+from torch_fsdp_tests.verdict import State, TestResult, clean, columns, describe, rank_rows
 
-# The characters that XML 1.0 cannot hold, and the escape character, which Jenkins and GitLab reject.
-_FORBIDDEN = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 OF_FILE = "file"  # replaces the class in results about the whole file
-
-
-def clean(text: str) -> str:
-    """Escape the characters that XML cannot hold, as in ``\\x1b``."""
-    return _FORBIDDEN.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 
 def write(folder: Path, results: Results) -> None:
@@ -96,6 +89,6 @@ def _tag(outcome: State) -> str | None:
 def _element(tag: str, test: TestResult) -> ET.Element:
     """Return the result of a test, with one entry for each rank if it had ranks."""
     element = ET.Element(tag, {"message": clean(test.reason or test.outcome.value), "type": test.outcome.value})
-    table = columns(rank_rows(test.ranks))
-    element.text = clean("\n".join([*table, *[""] * bool(table), describe(test.ranks, test.text)]))
+    table = "\n".join(columns(rank_rows(test.ranks)))
+    element.text = clean("\n\n".join(filter(None, [table, describe(test.ranks, test.text)])))
     return element

@@ -89,7 +89,7 @@ def remembered(before: Failed, parts: Sequence[FileResult], is_narrowed: bool) -
     failed = [test.name for part, test in tests if test.outcome.is_bad or _was_cut_off(part, test)]
     decided = {test.name for part, test in tests if test.outcome is not State.NOT_RUN or _was_cut_off(part, test)}
     is_complete = len(parts) == parts[0].job.part.num_shards and not is_narrowed
-    is_complete &= all(part.attempts[-1].matched is not None and not part.was_stopped for part in parts)
+    is_complete &= all(part.announced.matched is not None and not part.was_stopped for part in parts)
     selected = [part.job.part.test for part in parts]
     if before.whole:
         all_passed = is_complete and selected[0].is_whole and not failed

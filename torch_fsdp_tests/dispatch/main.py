@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import math
+import io
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch_fsdp_tests import installation, settings
-from torch_fsdp_tests.dispatch import devices, expectations, listing, options, plan, times
+from torch_fsdp_tests import installation
+from torch_fsdp_tests.dispatch import devices, expectations, listing, options, run_plan, times
 from torch_fsdp_tests.dispatch.atomic import naming
 from torch_fsdp_tests.dispatch.devices import DeviceSet
-from torch_fsdp_tests.dispatch.discover import discover, source_of
+from torch_fsdp_tests.dispatch.discover import discover
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
-from torch_fsdp_tests.dispatch.plan import Job, TestRun
+from torch_fsdp_tests.dispatch.records import Records
+from torch_fsdp_tests.dispatch.run_plan import RunPlan
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import Narrowed, UnknownTest, matching, select
 from torch_fsdp_tests.dispatch.site import LaunchFailure, Site
-from torch_fsdp_tests.dispatch.syntax import tests_by_class
 from torch_fsdp_tests.dispatch.upstream import absent
 from torch_fsdp_tests.processes import host, launcher, leaks
 from torch_fsdp_tests.processes.launcher import Launch
@@ -31,8 +30,6 @@ from torch_fsdp_tests.settings import ConfigurationError
 from torch_fsdp_tests.verdict import closing_line, first_few, plural, tally
 
 if TYPE_CHECKING:  # what only a run needs is imported late, so that a plan is fast
-    from torch_fsdp_tests.dispatch.behaviour import Record
-    from torch_fsdp_tests.dispatch.compare import Report
     from torch_fsdp_tests.dispatch.results import Results
     from torch_fsdp_tests.processes.children import Children
 
@@ -108,18 +105,6 @@ def _print(text: str, end: str = "\n") -> None:
         print(text, end=end, flush=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """The jobs of this shard in order of start, and the slots on which they run."""
-
-    jobs: list[Job]
-    default: plan.Seconds  # assumed for a job of unknown length
-    needs: Mapping[str, times.Needs]  # of the selected files
-    ranks: int
-    device_set: DeviceSet
-    slots: Sequence[str]  # the names of what is lent: devices, or places on the CPU
-
-
 def _checked(run: RunTests, site: Site) -> ExitStatus:
     _remark(*run.remarks)
     files = discover(run.test_directory)
@@ -127,9 +112,9 @@ def _checked(run: RunTests, site: Site) -> ExitStatus:
     with _children(run, device_set) as children:
         narrowed = _select(run, files, device_set.type)
         selection = narrowed.tests
-        entries, earlier = _entries(run), _earlier(run)
-        against = _against(run)
-        planned = _plan(run, site, files, selection, device_set)
+        entries, records = _entries(run), Records(run)
+        planned = run_plan.make(run, site.world_size, files, selection, device_set, entries)
+        _remark(*planned.remarks)
         if not selection and not narrowed.verdict:
             nothing = f"none of the selected tests failed when they were last run here on {device_set.type}"
             _remark(nothing if run.failed_only else "nothing is selected")
@@ -141,11 +126,11 @@ def _checked(run: RunTests, site: Site) -> ExitStatus:
         if children is None and run.list_files:
             _print(listing.files_text(planned.jobs, planned.needs), end="\n" if planned.jobs else "")
         elif children is None:
-            _print(_dry_run(run, planned))
+            _print(run_plan.shown(run, planned))
         elif not planned.jobs:
             print(closing_line(tally(())), file=sys.stderr if run.list_tests else sys.stdout, flush=True)
         else:
-            status = _run(run, site, files, planned, entries, earlier, against, children)
+            status = _run(run, site, planned, records, children)
         if narrowed.verdict:
             (_remark if children is None or run.list_tests else _print)(narrowed.verdict)
         return ExitStatus.NOTHING_RAN if status is ExitStatus.OK and narrowed.is_unguarded else status
@@ -227,24 +212,6 @@ def _entries(run: RunTests) -> list[expectations.Entry]:
     return entries + [entry for path in run.known_failures for entry in expectations.read_own(path)]
 
 
-def _earlier(run: RunTests) -> Report | None:
-    """The report with which this run will be compared."""
-    if run.compare is None:
-        return None
-    from torch_fsdp_tests.dispatch import compare
-
-    return compare.load(run.compare)
-
-
-def _against(run: RunTests) -> Record | None:
-    """The behaviour with which that of this run will be compared."""
-    if run.against_behaviour is None:
-        return None
-    from torch_fsdp_tests.dispatch import behaviour_files
-
-    return behaviour_files.load(run.against_behaviour)
-
-
 def _is_there(path: Path) -> bool:
     """Whether one of upstream's lists exists. Upstream's CI also names files that it could not fetch."""
     if not path.exists():
@@ -252,124 +219,54 @@ def _is_there(path: Path) -> bool:
     return path.exists()
 
 
-def _plan(
-    run: RunTests, site: Site, files: Mapping[str, Path], selection: list[TestRun], device_set: DeviceSet
-) -> _Plan:
-    known = times.load(run.test_times, os.environ)
-    _remark(*known.remarks)
-    ranks = run.ranks or site.world_size or settings.USUAL_RANKS
-    jobs_at_a_time = run.jobs or options.default_jobs(ranks) if site.world_size is None else 1
-    slots = device_set.names or [f"slot {n + 1}" for n in range(jobs_at_a_time)]
-    needs = {test.file: known.needs.get(test.file, times.Needs(ranks, ranks)) for test in selection}
-    lent = {name: len(slots) if device_set.is_lent_whole else need.devices for name, need in needs.items()}
-    cut = [test.file for test in selection if not test.is_whole and not run.by_reach]
-    shards = plan.calculate_shards(
-        run.num_shards,
-        selection,
-        known.files,
-        known.classes,
-        threshold=math.inf if run.by_reach or run.completes_map else plan.SPLIT_THRESHOLD,
-        weights={name: min(need, len(slots)) for name, need in lent.items()} if device_set.lendable else {},
-        names={name: tests_by_class(source_of(files[name])) or {} for name in cut},
-    )
-    parts = shards[run.shard - 1][1]
-    default = plan.assumed(parts)
-    if run.by_reach:  # the order of the selection matters more than full use of the slots
-        jobs = plan.make_jobs(plan.in_order(parts, selection), lent, device_set.lendable)
-    else:
-        jobs = plan.order(plan.make_jobs(parts, lent, device_set.lendable), len(slots), default)
-    return _Plan(jobs, default, needs, ranks, device_set, slots)
-
-
-def _matching(run: RunTests, site: Site, planned: _Plan) -> tuple[_Plan, ExitStatus]:
+def _matching(run: RunTests, site: Site, planned: RunPlan) -> tuple[RunPlan, ExitStatus]:
     """The plan without files in which no test matches ``-k``. Only the files themselves know the names of their tests.
 
     Files that cannot be imported stay, as in a run.
     """
-    import io
-
     from torch_fsdp_tests.dispatch.console import Console
     from torch_fsdp_tests.dispatch.runner import Runner
 
     lister = dataclasses.replace(run, dry_run=False, list_files=True, list_tests=True)
-    under_test = devices.under_test(planned.device_set, run, planned.ranks)
     with _children(lister, planned.device_set) as children:
         assert children is not None
-        quiet = Console(lister, io.StringIO(), len(planned.jobs), under_test, len(planned.slots))
-        runner = Runner(lister, planned.jobs, planned.device_set, planned.slots, (), quiet, site, children)
-        results = runner.run()
+        results = Runner(lister, planned, Console(lister, planned, io.StringIO()), site, children).run()
     _remark(*filter(None, [results.unmatched()]))
     left = {file.job.key for file in results.files if file.tests()}
     jobs = [job for job in planned.jobs if job.key in left]
     return dataclasses.replace(planned, jobs=jobs), ExitStatus.OK if jobs else ExitStatus.NOTHING_RAN
 
 
-def _dry_run(run: RunTests, planned: _Plan) -> str:
-    total = plan.makespan(plan.simulate(planned.jobs, len(planned.slots), planned.default))
-    if run.as_json:
-        return json.dumps(listing.plan_json(run, planned.jobs, total))
-    return listing.plan_text(planned.jobs, total)
-
-
-def _run(
-    run: RunTests,
-    site: Site,
-    files: Collection[str],
-    planned: _Plan,
-    entries: Sequence[expectations.Entry],
-    earlier: Report | None,
-    against: Record | None,
-    children: Children,
-) -> ExitStatus:
-    from torch_fsdp_tests.dispatch import last_failures, report
+def _run(run: RunTests, site: Site, planned: RunPlan, records: Records, children: Children) -> ExitStatus:
     from torch_fsdp_tests.dispatch.console import Console
     from torch_fsdp_tests.dispatch.runner import Runner
 
-    if run.is_own and (missing := devices.missing_packages()) is not None:
-        raise ConfigurationError(missing)
-    device_set = planned.device_set
-    devices.check(device_set, run.device, run.backend, run.ranks)
-    if run.save_times is not None:
-        times.check(run.save_times, os.environ)
-    site.gather(run, device_set.type)
-    stream = sys.stderr if run.list_tests else sys.stdout
-    under_test = devices.under_test(device_set, run, planned.ranks)
-    console = Console(run, stream, len(planned.jobs), under_test, len(planned.slots))
-    keep = []
-    if run.report and not run.list_tests:
-        _remark(*report.set_aside(run.report, report.FILE, report.PAGE, report.UNFINISHED))
-        keep = [report.Unfinished(run.report).keep]
+    _check(run, planned)
+    site.gather(run, planned.device_set.type)
+    console = Console(run, planned)
+    _remark(*records.begin())
     # After the last file, while the reports are written, signals only change the exit status: reports must be complete.
     children.note((signal.SIGINT, *host.ending_signals()))
-    runner = Runner(run, planned.jobs, device_set, planned.slots, entries, console, site, children, *keep)
+    runner = Runner(run, planned, console, site, children, records.keep)
     before = leaks.paths_below(run.test_directory) if run.is_own else set()
     results = runner.run_rounds()
     new = leaks.paths_below(run.test_directory) - before if run.is_own else set()
     results.written = sorted(path for path in new if os.path.dirname(path) not in new)
     if run.list_tests:
         return _print_tests(results)
-    last_failures.save(run.reports, device_set.type, files, results, results.remarks)
-    remarks, all_written = _record(run, results, earlier)
-    behaves = ExitStatus.OK
-    if run.behaviour is not None:
-        from torch_fsdp_tests.dispatch import comparing
-
-        def rerun(other: RunTests, jobs: Sequence[Job]) -> Results:
-            children.end_server()  # it has imported torch with the change
-            shown = Console(other, stream, len(jobs), under_test, len(planned.slots))
-            shown.say(f"\nwithout the change: {plural(len(jobs), 'job')}")
-            return Runner(other, jobs, device_set, planned.slots, entries, shown, site, children).run()
-
-        try:
-            words, behaves = comparing.conclude(run, results, against, rerun, planned.jobs)
-            remarks += words
-        except OSError as error:
-            remarks.append(f"the behaviour cannot be written: {error}")
-            all_written = False
+    remarks, written = records.write(results, planned, runner.run_without)
     console.end(results, remarks)
     results.signal = results.signal or next(iter(children.signals), None)
-    written = ExitStatus.OK if all_written else ExitStatus.BROKEN
-    return results.exit_code() or written or behaves
+    return results.exit_code() or written
+
+
+def _check(run: RunTests, planned: RunPlan) -> None:
+    """Raise an error for what would make the run fail later."""
+    if run.is_own and (missing := devices.missing_packages()) is not None:
+        raise ConfigurationError(missing)
+    devices.check(planned.device_set, run.device, run.backend, run.ranks)
+    if run.save_times is not None:
+        times.check(run.save_times, os.environ)
 
 
 def _print_tests(results: Results) -> ExitStatus:
@@ -384,45 +281,6 @@ def _print_tests(results: Results) -> ExitStatus:
     status = results.exit_code()
     listed = status is ExitStatus.NOTHING_RAN and any(file.tests() for file in results.files)
     return ExitStatus.OK if listed else status
-
-
-def _record(run: RunTests, results: Results, earlier: Report | None) -> tuple[list[str], bool]:
-    """Write the requested reports. Returns remarks, and whether all could be written.
-
-    If something cannot be written, the rest is still written.
-    """
-    from torch_fsdp_tests.dispatch import compare, junit, reaching, report
-
-    remarks = [
-        *results.list_remarks(),
-        *results.written_remarks(),
-        *(f"unknown test: {words}" for words in results.unknown()),
-        *results.remarks,
-    ]
-    if run.perturb and results.failed and not run.fixes:
-        remarks.append(
-            "perturbation also shows known defects of torch: repeat with --with-fixes to see what else fails"
-        )
-    complete = True
-    logs = "the logs" if run.logs_by_option else "the logs (because CI is set)"
-    short = installation.short_path
-    writers: list[tuple[str, Path | None, Callable[[Path], str | None]]] = [
-        (logs, run.reports if run.pipe_logs else None, lambda _: f"logs: {short(report.write_logs(results))}"),
-        ("the JUnit report", run.save_xml, lambda folder: junit.write(folder, results)),
-        ("the times", run.save_times, lambda folder: times.save(folder, *report.measured(results), os.environ)),
-        ("the map", run.save_map, lambda path: reaching.save(run, path, results)),
-        ("the report", run.report, lambda folder: report.write(folder, results)),
-    ]
-    for what, path, write in writers:
-        try:
-            words = write(path) if path else None
-        except OSError as error:
-            complete, words = False, f"{what} cannot be written: {error}"
-        if words:
-            remarks.append(words)
-    if earlier is not None:
-        remarks += compare.lines(earlier, report.as_json(results))
-    return remarks, complete
 
 
 def _remark(*sentences: str) -> None:

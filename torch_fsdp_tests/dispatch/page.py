@@ -14,7 +14,7 @@ from html import escape
 from pathlib import Path
 from urllib.parse import urlencode
 
-from torch_fsdp_tests.dispatch.junit import clean
+from torch_fsdp_tests.verdict import clean
 
 _DATA = Path(__file__).parent / "data"
 _MAX_UNFOLDED = 30  # names that are always visible; longer lists are folded away
@@ -51,7 +51,7 @@ def command(value: str) -> str:
 
 
 def folded(summary: str, inside: str, is_open: bool = False, attributes: str = "") -> str:
-    return f"<details{' open' * is_open} {attributes}><summary>{summary}</summary>{inside}</details>"
+    return f"<details{' open' if is_open else ''} {attributes}><summary>{summary}</summary>{inside}</details>"
 
 
 def names(what: str, names: Sequence[str]) -> str:
@@ -94,7 +94,7 @@ def table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[str] | Row
     """
     head = "".join(f'<th class="{kind}">{escape(title)}</th>' for title, kind in columns)
     body = "".join(_row(columns, row if isinstance(row, Row) else Row(row), stack) for row in rows)
-    kind = " class=stack" * stack
+    kind = " class=stack" if stack else ""
     return f"<table{kind}><tbody><tr class=head>{head}</tr>{body}</tbody></table>" if body else ""
 
 
@@ -121,14 +121,16 @@ def parts(counts: Mapping[str, int]) -> str:
 
 def sums(boxes: Iterable[tuple[str, str, str]]) -> str:
     """The large numbers at the top of a page: the number, what it counts, and its class."""
-    html = "".join(f"<div><b{f' class={kind}' * bool(kind)}>{number}</b>{words}</div>" for number, words, kind in boxes)
+    html = "".join(
+        f"<div><b{f' class={kind}' if kind else ''}>{number}</b>{words}</div>" for number, words, kind in boxes
+    )
     return f"<div class=sums>{html}</div>"
 
 
 def facts(facts: Iterable[tuple[str, str]]) -> str:
     """The facts about a run: titles, and values in HTML. A long value has a line of its own."""
     html = "".join(
-        f"<div{' class=long' * (len(value) > 90)}><dt>{escape(title)}</dt><dd>{value}</dd></div>"
+        f"<div{' class=long' if len(value) > 90 else ''}><dt>{escape(title)}</dt><dd>{value}</dd></div>"
         for title, value in facts
     )
     return f"<dl class=facts>{html}</dl>"
@@ -172,7 +174,7 @@ class Section:
 
     def __str__(self) -> str:
         count = "" if self.count is None else f"<span class=count> {self.count}</span>"
-        holder = f" {CONTAINER}" * self.has_items
+        holder = f" {CONTAINER}" if self.has_items else ""
         return f'<section id="{self.id}"{holder}><h2>{escape(self.title)}{count}</h2>{self.content}</section>'
 
 

@@ -42,12 +42,8 @@ class TestProcess:
         self.results: list[TestResult] = []
         self.facts: dict[str, Any] = {}
         self._reader = stream.Reader()
-        self._announced: list[str] = []
+        self._announced = stream.Announced()
         self._started: set[str] = set()
-        self._unknown: list[str] = []
-        self._selected = 0
-        self._matched: set[int] | None = None
-        self._known: dict[str, int] = {}
         self._notes: dict[str | None, list[str]] = {}
         self._test_facts: dict[str | None, dict[str, Any]] = {}
         self._broken: stream.Broken | None = None
@@ -96,11 +92,7 @@ class TestProcess:
     def _take(self, message: stream.Message) -> None:
         match message:
             case stream.Announced():
-                self._announced += message.tests
-                self._unknown += message.unknown
-                self._selected += message.selected
-                self._matched = (self._matched or set()) | message.matched
-                self._known |= message.known
+                self._announced += message
                 self._over = False
             case stream.Started(test):
                 self._started.add(test)
@@ -121,7 +113,7 @@ class TestProcess:
 
     def _take_end(self, result: TestResult) -> None:
         name = result.name
-        is_known = result.outcome.may_be_known and name in self._known
+        is_known = result.outcome.may_be_known and name in self._announced.known
         taken = dataclasses.replace(
             result,
             outcome=State.KNOWN_FAILURE if is_known else result.outcome,
@@ -148,10 +140,8 @@ class TestProcess:
             self._stop = ProcessEnd(EndKind.TIMED_OUT, self.limit)
         if self.child.used is not None:
             self.facts["used"] = dataclasses.asdict(self.child.used)
-        code = os.waitstatus_to_exitcode(wait_status)
-        ending = self._stop or (
-            ProcessEnd(EndKind.EXITED, code) if code >= 0 else ProcessEnd(EndKind.KILLED, host.signal_name(-code))
-        )
+        end = host.how_ended(wait_status)
+        ending = self._stop or ProcessEnd(EndKind.KILLED if isinstance(end, str) else EndKind.EXITED, end)
         notes = [note for of_one in self._notes.values() for note in of_one]
         notes += [*(f"the process {command} was left running, and was killed" for command in strays), *extra_notes]
         if self._reader.garbage:
@@ -163,7 +153,7 @@ class TestProcess:
         shutil.rmtree(self.directory, ignore_errors=True)  # not only at the end: a run may have thousands of processes
         output = "\n".join(filter(None, (output.rstrip("\n"), extra_output)))
         tests = worst_of_each([*self.results, *self._blame(ending, output), *self._not_reached(ending)])
-        if twice := [name for name, times in collections.Counter(self._announced).items() if times > 1]:
+        if twice := [name for name, times in collections.Counter(self._announced.tests).items() if times > 1]:
             notes.append(f"several tests have the same id, of which the worst outcome counts: {first_few(twice)}")
         return Attempt(
             job=self.job,
@@ -175,15 +165,12 @@ class TestProcess:
             output=output,
             notes=tuple(notes),
             facts=self.facts,
-            selected=self._selected,
-            unknown=tuple(self._unknown),
-            matched=None if self._matched is None else frozenset(self._matched),
-            known=self._known,
+            announced=self._announced,
         )
 
     def _blame(self, ending: ProcessEnd, output: str) -> list[TestResult]:
         """Return a result for a problem that no test's own verdict covers, or nothing if there was no problem."""
-        if self._unknown and not self._announced:
+        if self._announced.unknown and not self._announced.tests:
             return []  # the run reports which names are wrong
         state = State.TIMED_OUT if ending.how is EndKind.TIMED_OUT else State.CRASHED
         if self.running is not None:
@@ -196,11 +183,11 @@ class TestProcess:
         if self._broken is not None:
             return [_about_file(State.ERROR, self._broken.reason, self._broken.text)]
         if not self._over:
-            when = "before its tests were known" if not self._announced else "between tests"
+            when = "before its tests were known" if not self._announced.tests else "between tests"
             return [_about_file(state, f"the process {ending.in_words()} {when}", _tail(output))]
         failed = any(test.outcome.is_bad or test.outcome is State.KNOWN_FAILURE for test in self.results)
         # If a fixture failed, perhaps none of the announced tests ran.
-        fine = {0, 1, NO_TESTS_STATUS} if failed else {0} if self._announced else {0, NO_TESTS_STATUS}
+        fine = {0, 1, NO_TESTS_STATUS} if failed else {0} if self._announced.tests else {0, NO_TESTS_STATUS}
         if ending.how is EndKind.EXITED and ending.detail in fine:
             return []
         return [_about_file(state, f"the process {ending.in_words()} after its tests", _tail(output))]
@@ -210,7 +197,7 @@ class TestProcess:
         # What a failed fixture sets up: a class, or the whole file, which has no class name.
         unready = {result.class_name for result in self.results if result.scope is not Scope.TEST}
         earlier_cause = "the process never reached it" if self._over else f"the process {ending.in_words()} before it"
-        for name in dict.fromkeys(name for name in self._announced if name not in seen):
+        for name in dict.fromkeys(name for name in self._announced.tests if name not in seen):
             cls = name.rpartition(".")[0]
             why = f"the set-up of {cls} failed" if unready & {cls, ""} else earlier_cause
             if self._over and name in self._started:

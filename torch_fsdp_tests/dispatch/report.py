@@ -14,7 +14,7 @@ from typing import Any
 
 from torch_fsdp_tests import __version__, installation
 from torch_fsdp_tests.dispatch import atomic, devices, features, html_report
-from torch_fsdp_tests.dispatch.console import repeat_command
+from torch_fsdp_tests.dispatch.repeat import repeat_command
 from torch_fsdp_tests.dispatch.result import Attempt, FileResult
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.rounds import RANK_TIMES

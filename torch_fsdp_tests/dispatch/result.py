@@ -9,6 +9,7 @@ from typing import Any
 
 from torch_fsdp_tests.dispatch.plan import Job
 from torch_fsdp_tests.verdict import Scope, State, TestResult, death
+from torch_fsdp_tests.verdict.stream import Announced
 
 
 class EndKind(str, enum.Enum):
@@ -76,10 +77,7 @@ class Attempt:
     output: str = ""
     notes: tuple[str, ...] = ()
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
-    selected: int = 0  # number of tests, before the file was cut into parts
-    unknown: tuple[str, ...] = ()
-    matched: frozenset[int] | None = None  # entries of the lists that name a test of it; None if it did not report them
-    known: dict[str, int] = dataclasses.field(default_factory=dict)  # tests listed as failing, by entry
+    announced: Announced = dataclasses.field(default_factory=Announced)
 
     @property
     def seconds(self) -> float:
@@ -99,6 +97,10 @@ class FileResult:
     @property
     def job(self) -> Job:
         return self.attempts[0].job
+
+    @property
+    def announced(self) -> Announced:
+        return self.attempts[-1].announced
 
     @property
     def name(self) -> str:

@@ -81,7 +81,7 @@ class Results:
         failures = []
         for file, test in self.tests():
             if test.outcome is State.KNOWN_FAILURE:
-                listed = self.entries[file.attempts[-1].known[test.name]].words
+                listed = self.entries[file.announced.known[test.name]].words
                 failures.append({"test": f"{file.job.part.name}::{test.name}", "listed": listed})
         return failures
 
@@ -110,7 +110,7 @@ class Results:
 
     def unknown(self) -> list[str]:
         """Names inside files that match nothing."""
-        return [f"{file.job.part.name}: {words}" for file in self.files for words in file.attempts[-1].unknown]
+        return [f"{file.job.part.name}: {words}" for file in self.files for words in file.announced.unknown]
 
     def unmatched(self) -> str | None:
         """The remark that no test fits any ``-k``, or None."""
@@ -124,7 +124,7 @@ class Results:
 
     def is_left_empty(self) -> bool:
         """Whether this shard got only parts of long files, and too few tests were selected to fill them."""
-        return self.run.num_shards > 1 and all(not f.tests() and f.attempts[-1].selected for f in self.files)
+        return self.run.num_shards > 1 and all(not f.tests() and f.announced.selected for f in self.files)
 
     def facts(self) -> dict[str, Any]:
         """The facts about torch and the device: from the first file that reports each, or else as expected."""
@@ -133,17 +133,18 @@ class Results:
 
     def list_remarks(self) -> list[str]:
         """Remarks on entries of the lists that match nothing, or whose test now passes."""
-        matched = {index for file in self.files for attempt in file.attempts for index in attempt.matched or ()}
+        announced = [attempt.announced for file in self.files for attempt in file.attempts]
+        matched = {index for each in announced for index in each.matched or ()}
         remarks = []
         for file, test in self.tests():
-            entry = file.attempts[-1].known.get(test.name)
+            entry = file.announced.known.get(test.name)
             if test.outcome is State.PASSED and entry is not None:
                 why = self.entries[entry].words
                 remarks.append(f"{file.name}::{test.name} passes, but is listed as failing: {why}")
             elif test.outcome is State.PASSED and self.run.rerun_disabled:
                 remarks.append(f"{file.name}::{test.name} is listed as disabled and passes")
         # An entry is stale only if this run knows the tests of all files that it may name.
-        silent = {f.job.part.name for f in self.files if all(a.matched is None for a in f.attempts)}
+        silent = {f.job.part.name for f in self.files if all(a.announced.matched is None for a in f.attempts)}
         ran = {file.job.part.name for file in self.files} - silent
         complete = not (self.run.is_narrowed_by_file or silent or self.not_started)
         foreign = []

@@ -114,7 +114,8 @@ def summary(record: Mapping[str, Any]) -> str:
     if not failures:
         return ""
     numbers = [str(failure["round"]) for failure in failures]
-    numbers += ["..."] * (record["failed"] > len(failures))
+    if record["failed"] > len(failures):
+        numbers.append("...")
     first = failures[0]
     where = f"{'round' if len(numbers) == 1 else 'rounds'} {', '.join(numbers)}"
     what = " ".join(filter(None, [place(first), first["reason"]]))
@@ -143,7 +144,7 @@ class _Folded:
             tests=tuple((tests | {test.name: test for test in worse}).values()),
             output="\n".join(self._outputs),
             notes=tuple(dict.fromkeys((*was.notes, *now.notes)))[:MAX_KEPT],
-            matched=now.matched if was.matched is None else was.matched | (now.matched or frozenset()),
+            announced=dataclasses.replace(base.announced, matched=(was.announced + now.announced).matched),
         )
         self.result = FileResult((attempt,))
 

@@ -17,12 +17,12 @@ from torch_fsdp_tests.dispatch import coverage, devices, forkserver, plan, proce
 from torch_fsdp_tests.dispatch.child import Orders
 from torch_fsdp_tests.dispatch.console import Console
 from torch_fsdp_tests.dispatch.devices import CPU, DeviceSet
-from torch_fsdp_tests.dispatch.expectations import Entry
 from torch_fsdp_tests.dispatch.plan import Job
 from torch_fsdp_tests.dispatch.process import TestProcess
 from torch_fsdp_tests.dispatch.result import Attempt, EndKind, FileResult, ProcessEnd
 from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.rounds import Rounds, numbers
+from torch_fsdp_tests.dispatch.run_plan import RunPlan
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.site import Site
 from torch_fsdp_tests.installed_torch import fixes
@@ -105,31 +105,25 @@ class Runner:
     def __init__(
         self,
         run: RunTests,
-        jobs: Sequence[Job],
-        device_set: DeviceSet,
-        slots: Sequence[str],
-        entries: Sequence[Entry],
+        planned: RunPlan,
         console: Console,
         site: Site,
         children: Children,
         keep: Callable[[Results], None] = lambda results: None,
     ) -> None:
-        """``slots`` are the names of what is lent: devices, or places on the CPU. ``keep`` is called with the results
-        whenever a file has ended.
-        """
-        self._keep = keep
+        """``keep`` is called with the results whenever a file has ended."""
+        self._keep, self._planned = keep, planned
         self._site, self._children = site, children
         self._ended: list[tuple[int, int]] = []  # processes that have ended here, and their statuses
-        self._run, self._devices, self._slots = run, device_set, len(slots)
-        self._free = list(range(len(slots)))  # the numbers of the slots that are not lent
-        self._entries, self._console = tuple(entries), console
-        self._jobs = tuple(jobs)
-        self._default = plan.assumed(job.part for job in jobs)
+        self._run, self._console, self._devices = run, console, planned.device_set
+        self._slots = len(planned.slots)
+        self._free = list(range(self._slots))  # the numbers of the slots that are not lent
+        self._default = plan.assumed(job.part for job in planned.jobs)
         self._queue: list[_Waiting] = []
         self._running: dict[int, tuple[TestProcess, _Waiting]] = {}
         self._requested_settings = _requested_settings(run)
         self._environment = {**os.environ, **self._requested_settings}
-        self.results = Results(run, entries, under_test=console.under_test, slots=slots)
+        self.results = Results(run, planned.entries, under_test=console.under_test, slots=planned.slots)
         self.results.hosts = site.hosts()
         self.results.rounds = Rounds() if run.is_repeated else None
         site.watch(children)
@@ -141,7 +135,7 @@ class Runner:
 
     def run(self) -> Results:
         """Run all jobs once. The results have everything that finished, no matter how the run ended."""
-        self._queue = [_Waiting(job) for job in self._jobs]
+        self._queue = [_Waiting(job) for job in self._planned.jobs]
         self._console.begin()
         if self._run.coverage:
             by_test = self._run.save_map is not None
@@ -164,6 +158,14 @@ class Runner:
             self.results.not_started = list(dict.fromkeys(job.part.name for job in left))
             self.results.seconds = self._now()
         return self.results
+
+    def run_without(self, run: RunTests, jobs: Sequence[Job]) -> Results:
+        """Run some jobs again, with the options of ``run``, which has no change of torch."""
+        self._children.end_server()  # it has imported torch with the change
+        planned = dataclasses.replace(self._planned, jobs=jobs)
+        console = Console(run, planned)
+        console.say(f"\nwithout the change: {plural(len(jobs), 'job')}")
+        return Runner(run, planned, console, self._site, self._children).run()
 
     def run_rounds(self) -> Results:
         """Run all jobs once, or in rounds where the options ask for them."""
@@ -205,7 +207,7 @@ class Runner:
         job, run = waiting.job, self._run
         part = job.part
         lent, self._free = tuple(self._free[: job.slots]), self._free[job.slots :]
-        orders = Orders(os.getpid(), run, part, waiting.only, self._entries, self._devices.type)
+        orders = Orders(os.getpid(), run, part, waiting.only, self._planned.entries, self._devices.type)
         at_site = self._site.begin(run, part.name, self._requested_settings)
         environment = {**self._environment, **self._devices.environment(lent), **at_site}
         if len(lent) in self._probed:

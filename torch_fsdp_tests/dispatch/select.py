@@ -129,7 +129,8 @@ def candidates(pattern: str, directory: Path) -> Iterator[str]:
     here, root = Path.cwd(), directory.resolve()
     is_here = any(os.path.exists(f"{pattern}{end}") for end in ("", ".py"))
     # An empty text, such as the value of an unset shell variable, names nothing.
-    for folder in [here] * is_here + [directory, directory.parent, here] if pattern else ():
+    folders = [here, directory, directory.parent] if is_here else [directory, directory.parent, here]
+    for folder in folders if pattern else ():
         for resolved in (os.path.abspath, os.path.realpath):  # either may be reached through links
             path = Path(resolved(folder / pattern))
             if root in (path, *path.parents):

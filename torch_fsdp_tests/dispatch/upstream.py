@@ -31,7 +31,8 @@ def absent(words: Iterable[str], files: Iterable[str], directory: Path) -> list[
     for word in words:
         names = [*candidates(word.partition("::")[0], directory)]
         if not any(matching(name, files) for name in names) and not is_list(word, directory):
-            unknown += [word] * any(map(_has, names))
+            if any(map(_has, names)):
+                unknown.append(word)
     return unknown
 
 

@@ -186,7 +186,7 @@ class Workers(Site):
             return None
         for rank, part in sorted(self._parts.items()):
             if part.ended is not None and now >= part.ended_at + END_DELAY:
-                return f"the file's process {self._where(rank)}, which {_death(part.ended)}"
+                return f"the file's process {self._where(rank)}, which {death(host.how_ended(part.ended.status))}"
         return None
 
     def _where(self, rank: int) -> str:
@@ -203,7 +203,7 @@ class Workers(Site):
             if over.was_killed:
                 notes.append(f"the file's process {where} did not exit within {worker.PATIENCE:g} s, and was killed")
             elif early or os.WIFSIGNALED(part.ended.status):
-                notes.append(f"the file's process {where} ended early: it {_death(part.ended)}")
+                notes.append(f"the file's process {where} ended early: it {death(host.how_ended(part.ended.status))}")
             else:
                 continue
             output.append(f"--- the file's process {where} printed ---\n{part.ended.output}")
@@ -241,8 +241,3 @@ def _differences(theirs: Mapping[str, str], own: Mapping[str, str]) -> list[str]
 def _relative(root: Path, test_directory: Path) -> str:
     inside = test_directory.is_relative_to(root)
     return str(test_directory.relative_to(root) if inside else test_directory)
-
-
-def _death(ended: worker.FileEnded) -> str:
-    code = os.waitstatus_to_exitcode(ended.status)
-    return death(code if code >= 0 else host.signal_name(-code))

@@ -286,6 +286,12 @@ def exit_status(leaving: SystemExit) -> int:
     return leaving.code & 0xFF if isinstance(leaving.code, int) else 1
 
 
+def how_ended(status: int) -> int | str:
+    """The exit code or the name of the signal in a wait status."""
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else signal_name(-code)
+
+
 def signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name

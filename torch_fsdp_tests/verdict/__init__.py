@@ -9,6 +9,7 @@ from torch_fsdp_tests.verdict.of_test import FILE_ITSELF, TestResult, Verdict
 from torch_fsdp_tests.verdict.skips import Reason, SkipKind, kinds_of, skip_rows
 from torch_fsdp_tests.verdict.states import COUNTED, Phase, Scope, State, closing_line, tally
 from torch_fsdp_tests.verdict.words import (
+    clean,
     columns,
     death,
     first_few,

@@ -22,11 +22,17 @@ DESCRIPTOR_VARIABLE = "TORCH_FSDP_TESTS_EVENTS"
 class Announced:
     """The tests that will run, in order, and what the lists and the selection say of them."""
 
-    tests: tuple[str, ...]
-    selected: int  # number of tests, before the file was cut into parts
-    unknown: tuple[str, ...]  # remarks on names that select nothing
-    matched: frozenset[int]  # entries of the lists that name a test of the file
-    known: dict[str, int]  # tests that are listed as failing, with the entry
+    tests: tuple[str, ...] = ()
+    selected: int = 0  # number of tests, before the file was cut into parts
+    unknown: tuple[str, ...] = ()  # remarks on names that select nothing
+    matched: frozenset[int] | None = None  # entries of the lists that name a test of the file; None if it did not say
+    known: dict[str, int] = dataclasses.field(default_factory=dict)  # tests that are listed as failing, with the entry
+
+    def __add__(self, later: Announced) -> Announced:
+        """What two runners of a file, or a file in two rounds, announce."""
+        matched = self.matched if later.matched is None else later.matched.union(self.matched or ())
+        selected, unknown = self.selected + later.selected, (*self.unknown, *later.unknown)
+        return Announced((*self.tests, *later.tests), selected, unknown, matched, {**self.known, **later.known})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +80,15 @@ Message = Announced | Started | TestResult | Note | Facts | NeedsRanks | Broken 
 
 # --- the test file's end ----------------------------------------------------------------------------------------------
 
-_descriptor: int | None = None
-_owner = 0  # id of the process that attached; its forks must not write to the stream
+
+class _End:
+    """The end of the process that attached. Its forks must not write to the stream."""
+
+    descriptor: int | None = None
+    owner = 0  # id of the process
+
+
+_end = _End()
 
 
 def attach() -> bool:
@@ -83,7 +96,6 @@ def attach() -> bool:
 
     Returns False if there is none. Raises ``ValueError`` if the variable does not name an open descriptor.
     """
-    global _descriptor, _owner
     text = os.environ.pop(DESCRIPTOR_VARIABLE, None)
     if text is None:
         return False
@@ -91,32 +103,31 @@ def attach() -> bool:
         os.set_inheritable(int(text), False)
     except (OSError, ValueError) as error:
         raise ValueError(f"{DESCRIPTOR_VARIABLE} is {text!r}, which is not an open descriptor") from error
-    _descriptor, _owner = int(text), os.getpid()
+    _end.descriptor, _end.owner = int(text), os.getpid()
     return True
 
 
 def attached() -> bool:
     """Whether what this process sends reaches a dispatcher."""
-    return _descriptor is not None and os.getpid() == _owner
+    return _end.descriptor is not None and os.getpid() == _end.owner
 
 
 def detach() -> None:
     """Close this process' copy of the stream. For a process that was forked from the test process. May be repeated."""
-    global _descriptor
     os.environ.pop(DESCRIPTOR_VARIABLE, None)
-    if _descriptor is not None:
-        os.close(_descriptor)
-        _descriptor = None
+    if _end.descriptor is not None:
+        os.close(_end.descriptor)
+        _end.descriptor = None
 
 
 def send(message: Message) -> None:
     """Send one message. If the dispatcher has died, the stream is closed silently."""
-    if not attached() or _descriptor is None:
+    if not attached() or _end.descriptor is None:
         return
     data = messages.encode(message) + b"\n"
     try:
         while data:
-            data = data[os.write(_descriptor, data) :]
+            data = data[os.write(_end.descriptor, data) :]
     except OSError:
         detach()
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 LINE_LIMIT = 300  # characters of what is to be one line
+# The characters that XML 1.0 cannot hold, and the escape character, which Jenkins and GitLab reject.
+_FORBIDDEN = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def seconds(value: float) -> str:
@@ -74,3 +77,8 @@ def first_line(error: BaseException) -> str:
 def in_one_line(error: BaseException) -> str:
     """The type of an exception, and the first line of its message."""
     return f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")
+
+
+def clean(text: str) -> str:
+    """Escape the characters that XML cannot hold, as in ``\\x1b``."""
+    return _FORBIDDEN.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode(), text)

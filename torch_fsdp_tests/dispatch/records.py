@@ -1,0 +1,102 @@
+"""What a run writes when it ends, and what it is compared with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch_fsdp_tests import installation
+from torch_fsdp_tests.dispatch import times
+from torch_fsdp_tests.dispatch.exit_status import ExitStatus
+from torch_fsdp_tests.dispatch.run_plan import RunPlan
+from torch_fsdp_tests.dispatch.runtests import RunTests
+
+if TYPE_CHECKING:  # what only a run needs is imported late, so that a plan is fast
+    from torch_fsdp_tests.dispatch.comparing import Rerun
+    from torch_fsdp_tests.dispatch.results import Results
+
+
+class Records:
+    """The reports, logs, times, map and behaviour that the options of a run ask for."""
+
+    def __init__(self, run: RunTests) -> None:
+        """Read what the run will be compared with. Raises ``MalformedList`` if that fails."""
+        self._run = run
+        self._earlier = self._against = None
+        self.keep: Callable[[Results], None] = lambda results: None  # stores what is known so far
+        if run.compare is not None:
+            from torch_fsdp_tests.dispatch import compare
+
+            self._earlier = compare.load(run.compare)
+        if run.against_behaviour is not None:
+            from torch_fsdp_tests.dispatch import behaviour_files
+
+            self._against = behaviour_files.load(run.against_behaviour)
+
+    def begin(self) -> list[str]:
+        """Set the reports of an earlier run aside. Returns remarks."""
+        from torch_fsdp_tests.dispatch import report
+
+        if not self._run.report or self._run.list_tests:
+            return []
+        self.keep = report.Unfinished(self._run.report).keep
+        return report.set_aside(self._run.report, report.FILE, report.PAGE, report.UNFINISHED)
+
+    def write(self, results: Results, planned: RunPlan, rerun: Rerun) -> tuple[list[str], ExitStatus]:
+        """Write everything, and return remarks and the status that follows from them."""
+        from torch_fsdp_tests.dispatch import compare, last_failures, report
+
+        run = self._run
+        last_failures.save(run.reports, planned.device_set.type, planned.files, results, results.remarks)
+        written = list(_write(run, results))
+        remarks = [*results.list_remarks(), *results.written_remarks()]
+        remarks += [*(f"unknown test: {words}" for words in results.unknown()), *results.remarks]
+        if run.perturb and results.failed and not run.fixes:
+            remarks.append(
+                "perturbation also shows known defects of torch: repeat with --with-fixes to see what else fails"
+            )
+        remarks += [words for words, _ in written]
+        if self._earlier is not None:
+            remarks += compare.lines(self._earlier, report.as_json(results))
+        status = ExitStatus.BROKEN if any(is_lost for _, is_lost in written) else ExitStatus.OK
+        if run.behaviour is not None:
+            words, behaves = self._conclude_behaviour(results, planned, rerun)
+            remarks += words
+            status = status or behaves
+        return remarks, status
+
+    def _conclude_behaviour(self, results: Results, planned: RunPlan, rerun: Rerun) -> tuple[list[str], ExitStatus]:
+        from torch_fsdp_tests.dispatch import comparing
+
+        try:
+            return comparing.conclude(self._run, results, self._against, rerun, planned.jobs)
+        except OSError as error:
+            return [f"the behaviour cannot be written: {error}"], ExitStatus.BROKEN
+
+
+def _write(run: RunTests, results: Results) -> Iterator[tuple[str, bool]]:
+    """Write the requested reports. Yields remarks, and whether each is about something that could not be written.
+
+    If something cannot be written, the rest is still written.
+    """
+    from torch_fsdp_tests.dispatch import junit, reaching, report
+
+    logs = "the logs" if run.logs_by_option else "the logs (because CI is set)"
+    short = installation.short_path
+    writers: list[tuple[str, Path | None, Callable[[Path], str | None]]] = [
+        (logs, run.reports if run.pipe_logs else None, lambda _: f"logs: {short(report.write_logs(results))}"),
+        ("the JUnit report", run.save_xml, lambda folder: junit.write(folder, results)),
+        ("the times", run.save_times, lambda folder: times.save(folder, *report.measured(results), os.environ)),
+        ("the map", run.save_map, lambda path: reaching.save(run, path, results)),
+        ("the report", run.report, lambda folder: report.write(folder, results)),
+    ]
+    for what, path, write in writers:
+        try:
+            words = write(path) if path else None
+        except OSError as error:
+            yield f"{what} cannot be written: {error}", True
+        else:
+            if words:
+                yield words, False
