@@ -490,10 +490,36 @@ class _Here(threading.local):  # a rank may be a thread
     stream: Any = None  # the current one of the CPU, where torch has one for all threads
 
 
-_here = _Here()
-_lock = threading.Lock()
-_patched = 0  # how many recordings there are in all threads
-_patches = contextlib.ExitStack()
+class _Everywhere:
+    """What all threads of this process share."""
+
+    recordings: tuple[Recording, ...] = ()  # those of its only rank, for the threads in which a device runs backward
+    users = 0  # how many recordings there are in all threads
+
+    def __init__(self) -> None:
+        self._lock, self._patches = threading.Lock(), contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def patched(self) -> Iterator[None]:
+        """Torch is patched while at least one thread is in this context."""
+        with self._lock:
+            self.users += 1
+            if self.users == 1:
+                _patch(self._patches)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.users -= 1
+                if not self.users:
+                    self._patches.close()
+
+
+_here, _everywhere = _Here(), _Everywhere()
+
+
+def _recordings() -> tuple[Recording, ...]:
+    return _here.recordings or _everywhere.recordings
 
 
 def conclude(races: Collection[Race]) -> None:
@@ -512,7 +538,7 @@ def mark() -> Callable[[], None]:
 
     An exception in the middle of a step leaves memory for which no stream has waited.
     """
-    before = [(recording, len(recording.races)) for recording in _here.recordings]
+    before = [(recording, len(recording.races)) for recording in _recordings()]
 
     def start_again() -> None:
         for recording, races in before:
@@ -536,27 +562,20 @@ def checked(explain: Callable[[list[Race]], object]) -> Iterator[None]:
 @contextlib.contextmanager
 def recorded() -> Iterator[Recording]:
     """Record what this rank does inside the context."""
-    global _patched
     recording = Recording(torch.get_device_module(accelerator.current().type))
-    with _lock:
-        _patched += 1
-        if _patched == 1:
-            _patch(_patches)
-    before = _here.recordings, _here.stream
-    _here.recordings = (*_here.recordings, recording)
-    if not accelerator.current().is_cpu:  # backward has threads of its own there
-        _Here.recordings = _here.recordings
-    try:
-        with recording:
-            recording.stream()
-            yield recording
-    finally:
-        _here.recordings, _here.stream = before
-        _Here.recordings = () if accelerator.current().is_cpu else before[0]
-        with _lock:
-            _patched -= 1
-            if not _patched:
-                _patches.close()
+    with _everywhere.patched():
+        before = _here.recordings, _here.stream
+        _here.recordings = (*_here.recordings, recording)
+        if not accelerator.current().is_cpu:  # there, a rank is a process, and backward has threads of its own
+            _everywhere.recordings = _here.recordings
+        try:
+            with recording:
+                recording.stream()
+                yield recording
+        finally:
+            _here.recordings, _here.stream = before
+            if not accelerator.current().is_cpu:
+                _everywhere.recordings = _here.recordings
 
 
 def _patch(patches: contextlib.ExitStack) -> None:
@@ -569,7 +588,7 @@ def _patch(patches: contextlib.ExitStack) -> None:
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            for recording in _here.recordings:
+            for recording in _recordings():
                 result = note(recording, result, *args, **kwargs)
             return result
 
@@ -632,10 +651,11 @@ def _patch_host(patch: Callable[..., None], replace: Callable[..., Callable[...,
 
     def moving(tensor: torch.Tensor) -> Recording | None:
         """The recording that knows that FSDP copies a tensor between host and device."""
-        if not _here.recordings or tensor.is_meta or isinstance(tensor, DTensor):
+        recordings = _recordings()
+        if not recordings or tensor.is_meta or isinstance(tensor, DTensor):
             return None
         caller = sys._getframe(2).f_globals.get("__name__", "")
-        return _here.recordings[-1] if _here.recordings[-1].moves(tensor, caller) else None
+        return recordings[-1] if recordings[-1].moves(tensor, caller) else None
 
     def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         device = (*args, kwargs.get("device"))[0]

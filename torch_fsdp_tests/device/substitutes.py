@@ -41,7 +41,7 @@ from torch_fsdp_tests.installed_torch.torch_names import attribute
 
 _flat_param = torch_names.module("torch.distributed.fsdp._flat_param")
 _lock = threading.Lock()
-_installed: contextlib.ExitStack | None = None
+_installed: list[contextlib.ExitStack] = []  # at most one
 
 
 def install(device: Accelerator) -> None:
@@ -49,25 +49,22 @@ def install(device: Accelerator) -> None:
 
     Meant for a rank, which ends with its test. :func:`uninstall` removes them. Several threads may call it.
     """
-    global _installed
     with _lock:
-        if _installed is None:
-            _installed = contextlib.ExitStack()
+        if not _installed:
+            _installed.append(undo := contextlib.ExitStack())
             for capability, substitute in _SUBSTITUTES:
                 if not device.has(capability):
                     try:
-                        substitute(device, _installed)
+                        substitute(device, undo)
                     except torch_names.NameIsGone as gone:
-                        _skip_fsdp1(gone, _installed)
+                        _skip_fsdp1(gone, undo)
 
 
 def uninstall() -> None:
     """Restore what :func:`install` replaced. Does nothing if it was not called."""
-    global _installed
     with _lock:
-        if _installed is not None:
-            _installed.close()
-            _installed = None
+        while _installed:
+            _installed.pop().close()
 
 
 def _skip_fsdp1(gone: torch_names.NameIsGone, undo: contextlib.ExitStack) -> None:

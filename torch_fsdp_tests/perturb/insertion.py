@@ -18,7 +18,7 @@ import random
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -114,10 +114,10 @@ class Session:
         self._count += 1  # the same on all ranks, although some have other models
         candidates = [kind for kind in self._kinds if place in kind.places]
         possible = not subject.is_watched() and subject.is_made() and subject.is_idle()
-        *agreed, subject.has_states = _agree(
-            [*(possible and kind.applies(subject) for kind in candidates), subject.has_states]
-        )
-        usable = [kind for kind, is_usable in zip(candidates, agreed) if is_usable]
+        applies = {kind.name: possible and kind.applies(subject) for kind in candidates}
+        agreed = _agree({**applies, "has_states": subject.has_states})
+        subject.has_states = agreed["has_states"]
+        usable = [kind for kind in candidates if agreed[kind.name]]
         if usable:
             self._run(usable[number % len(usable)], subject)
 
@@ -139,11 +139,11 @@ class Session:
         self.inserted.append(words)
 
 
-def _agree(mine: Sequence[bool]) -> list[bool]:
+def _agree(mine: Mapping[str, bool]) -> dict[str, bool]:
     """Logical AND over all ranks: a rank without a shard of a parameter has no state of it."""
-    answers = torch.tensor(mine, dtype=torch.int32, device=accelerator.current().device(dist.get_rank()))
+    answers = torch.tensor([*mine.values()], dtype=torch.int32, device=accelerator.current().device(dist.get_rank()))
     dist.all_reduce(answers, dist.ReduceOp.MIN)
-    return [bool(answer) for answer in answers.tolist()]
+    return dict(zip(mine, map(bool, answers.tolist())))
 
 
 def _note(error: Exception, words: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import functools
 import os
 import signal
 import sys
@@ -33,9 +34,6 @@ from torch_fsdp_tests.ranks.rank import Assignment, in_rank, register
 from torch_fsdp_tests.ranks.server import close_server, forks_work, living_server
 from torch_fsdp_tests.verdict import events
 
-_ready = False
-_files_handler: Callable[[int, FrameType | None], Any] | None = None  # the test file's handler of SIGTERM
-
 
 def prepare() -> None:
     """Prepare for ranks before this process runs its first test. This is cheap; a second call does nothing.
@@ -43,13 +41,18 @@ def prepare() -> None:
     It also does nothing in a rank, or in a process without a test class with ranks. If a launcher made this process for
     a rank other than 0, this function does not return: it follows rank 0, and exits when rank 0 says so.
     """
-    global _ready
+    if not in_rank() and (_has_test_classes() or launcher.current() is not None):
+        _prepare_once()
+
+
+def _has_test_classes() -> bool:
     package = __name__.partition(".")[0]
-    has_test_classes = any(module.partition(".")[0] != package for module, _ in _rank._classes)
-    launched = not in_rank() and launcher.current() is not None
-    if _ready or in_rank() or not (has_test_classes or launched):
-        return
-    _ready = True
+    return any(module.partition(".")[0] != package for module, _ in _rank._classes)
+
+
+@functools.cache
+def _prepare_once() -> None:
+    has_test_classes = _has_test_classes()
     _launched.take_variables()
     device = accelerator.current_or_none()  # computed here, so that the server and its ranks inherit the answer
     if has_test_classes and device is not None:
@@ -83,14 +86,12 @@ def _take_sigterm() -> None:
     If the test file has installed a handler, it is called after the stacks are printed, and decides what happens next.
     The ranks end when this process ends. If the file ignores the signal, nothing happens.
     """
-    global _files_handler
     handler = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is threading.main_thread() and (handler is signal.SIG_DFL or callable(handler)):
-        _files_handler = handler if callable(handler) else None
-        signal.signal(signal.SIGTERM, _on_sigterm)
+        signal.signal(signal.SIGTERM, functools.partial(_on_sigterm, handler if callable(handler) else None))
 
 
-def _on_sigterm(number: int, frame: FrameType | None) -> None:
+def _on_sigterm(files_handler: Callable[..., Any] | None, number: int, frame: FrameType | None) -> None:
     try:
         if not in_rank():
             print("terminated; the stacks of this process and of its ranks:", file=sys.stderr, flush=True)
@@ -98,8 +99,8 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
             for group in list(_group.active):
                 print(group.stacks(), file=sys.stderr, flush=True)
     finally:
-        if _files_handler is not None:
-            _files_handler(number, frame)
+        if files_handler is not None:
+            files_handler(number, frame)
         else:
             try:
                 if not in_rank():

@@ -160,28 +160,36 @@ def main(request: Start, index: int, channel: int, last_words: int, server: int)
 
 def _settle(request: Start, index: int, last_words: int, server: int) -> None:
     """Separate the process from the one that forked it."""
-    host.die_with_parent(server)
-    host.favour_throughput()
-    if os.getsid(0) != os.getpid():
-        os.setsid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test process handles Ctrl-C, and ends the ranks
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
-    atexit._clear()  # the test process' exit functions must not run here
-    os.environ.clear()
-    os.environ.update(request.environment)
-    os.chdir(request.cwd)
-    directory = Path(request.directory)
-    scratch = directory / "tmp"
-    scratch.mkdir(exist_ok=True)
-    os.environ["TMPDIR"] = str(scratch)
-    tempfile.tempdir = None
-    _redirect(directory / f"output{index}")
-    faulthandler.enable(last_words)
+    _leave_parent(server)
+    _take_environment(request)
+    _redirect(Path(request.directory) / f"output{index}")
+    faulthandler.enable(last_words)  # before the import of torch, which may crash or hang
     faulthandler.register(STACKS_SIGNAL, last_words)
     import torch
 
     torch.set_num_threads(1)
+
+
+def _leave_parent(server: int) -> None:
+    host.die_with_parent(server)  # first, because the server may die at any moment
+    host.favour_throughput()
+    if os.getsid(0) != os.getpid():  # a fresh interpreter leads its session already
+        os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test process handles Ctrl-C, and ends the ranks
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):  # the server's handlers
+        signal.signal(number, signal.SIG_DFL)
+    atexit._clear()  # the test process' exit functions must not run here
+
+
+def _take_environment(request: Start) -> None:
+    """Take the environment and the folder that the test process has now; the server is older."""
+    os.environ.clear()
+    os.environ.update(request.environment)
+    os.chdir(request.cwd)
+    scratch = Path(request.directory, "tmp")  # removed with the test, so that what is left there is named
+    scratch.mkdir(exist_ok=True)
+    os.environ["TMPDIR"] = str(scratch)
+    tempfile.tempdir = None  # so that TMPDIR is read again
 
 
 def _redirect(output: Path) -> None:

@@ -31,10 +31,16 @@ PROBED_VARIABLE = "_TORCH_FSDP_TESTS_PROBED"  # passes on what one process recor
 
 _MODULE_PREFIX = "__main__."
 
-_running: str | None = None  # id of the test that runs
 _file_facts: dict[str, Any] = {}
 _devices: dict[str | None, int] = {}  # the number that a test, or any test of the file (None), needs
-_watcher: Callable[[str | None], None] | None = None
+
+
+class _Now:
+    running: str | None = None  # id of the test that runs
+    watcher: Callable[[str | None], object] = staticmethod(lambda test: None)
+
+
+_now = _Now()
 
 
 class Skipped(unittest.SkipTest):
@@ -61,7 +67,7 @@ def skip_file(reason: str) -> None:
 
 def note(text: str) -> None:
     """Add a note, such as a leak, to the running test, or to the file if no test runs."""
-    stream.send(stream.Note(_running, text))
+    stream.send(stream.Note(_now.running, text))
 
 
 def record(**fields: Any) -> None:
@@ -69,15 +75,15 @@ def record(**fields: Any) -> None:
 
     Values that JSON cannot represent are sent as their ``str``. A later fact replaces an earlier one of the same name.
     """
-    if _running is None:
+    if _now.running is None:
         _file_facts.update(fields)
-    stream.send(stream.Facts(_running, stream.plain(fields)))
+    stream.send(stream.Facts(_now.running, stream.plain(fields)))
 
 
 def need(devices: int) -> None:
     """Record that the running test, or some test of the file, needs this many devices. The most counts."""
-    if devices > _devices.get(_running, 0):
-        _devices[_running] = devices
+    if devices > _devices.get(_now.running, 0):
+        _devices[_now.running] = devices
         record(devices=devices)
 
 
@@ -93,14 +99,12 @@ def test_name(test: unittest.TestCase) -> str:
 
 def watch(watcher: Callable[[str | None], None]) -> None:
     """Call a function for every test that begins, here and in forked ranks. The end of a test is reported as None."""
-    global _watcher
-    _watcher = watcher
+    _now.watcher = watcher
 
 
 def enter(test_id: str | None) -> None:
     """Report the unittest id of the test that this process runs from now on to the function of :func:`watch`."""
-    if _watcher is not None:
-        _watcher(None if test_id is None else test_id.removeprefix(_MODULE_PREFIX))
+    _now.watcher(None if test_id is None else test_id.removeprefix(_MODULE_PREFIX))
 
 
 def tests_in(suite: Iterable[Any]) -> Iterator[unittest.TestCase]:
@@ -227,10 +231,9 @@ class Reporting(unittest.TestResult):
     forgiven: Collection[str] = ()  # tests that are listed as failing, so their failure does not count
 
     def startTest(self, test: unittest.TestCase) -> None:
-        global _running
         super().startTest(test)
-        _running = test_name(test)
-        _devices.pop(_running, None)  # of an earlier test with this id
+        _now.running = test_name(test)
+        _devices.pop(_now.running, None)  # of an earlier test with this id
         self._verdict: Verdict | None = None
         self._ranks: tuple[RankResult, ...] = ()
         self._text: list[str] = []
@@ -238,11 +241,10 @@ class Reporting(unittest.TestResult):
         self._subtests_skipped: dict[str, int] = {}  # how many, by reason
         self._entries = {*type(self).entries()}
         self._began = time.perf_counter()
-        stream.send(stream.Started(_running))
+        stream.send(stream.Started(_now.running))
         enter(test.id())
 
     def stopTest(self, test: unittest.TestCase) -> None:
-        global _running
         seconds = time.perf_counter() - self._began
         verdict = self._verdict or self._concluded()
         if written := {*type(self).entries()} - self._entries:
@@ -255,9 +257,9 @@ class Reporting(unittest.TestResult):
             subtests=self._subtests,
             subtests_skipped=self._subtests_skipped,
         )
-        if verdict.outcome.is_bad and _running not in self.forgiven:
+        if verdict.outcome.is_bad and _now.running not in self.forgiven:
             self._stop_if_asked()
-        _running = None
+        _now.running = None
         enter(None)
         super().stopTest(test)
 
@@ -298,7 +300,7 @@ class Reporting(unittest.TestResult):
     def addError(self, test: Any, err: Any) -> None:
         super().addError(test, err)
         text = self._exc_info_to_string(err, test)  # type: ignore[attr-defined]
-        if _running is None:
+        if _now.running is None:
             fixture = self.fixture
             name = ".".join(filter(None, fixture[::-1])) or str(test)
             verdict = _verdict_on(test, err[1], State.ERROR, Phase.FIXTURE)
@@ -312,10 +314,10 @@ class Reporting(unittest.TestResult):
         self._take(_verdict_on(test, err[1], State.FAILED), self._exc_info_to_string(err, test))  # type: ignore[attr-defined]
 
     def addSkip(self, test: Any, reason: str) -> None:
-        if _running is None and isinstance(test, unittest.TestCase) and not hasattr(test, "_subDescription"):
+        if _now.running is None and isinstance(test, unittest.TestCase) and not hasattr(test, "_subDescription"):
             self.startTest(test)  # Python 3.12.1 and 3.13.0a3 end a test that its decorator skips, but never start it
         super().addSkip(test, reason)
-        if _running is None:
+        if _now.running is None:
             self._skip_fixture(reason)
         elif hasattr(test, "_subDescription"):
             self._subtests_skipped[reason] = self._subtests_skipped.get(reason, 0) + 1

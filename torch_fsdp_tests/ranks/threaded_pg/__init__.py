@@ -297,15 +297,15 @@ class ThreadLocalWorld(threading.local):
     # c10d's own property works, because it only reads the tables.
     pg_config_info = c10d._World.pg_config_info
 
+    def __init__(self, before: tuple[Any, bool]) -> None:
+        self._before = before  # c10d's world and autograd's threading, as they were before the installation
+
     def __getattr__(self, name: str) -> Any:
         """A table that the installed torch has, such as `pg_map`. Empty at first."""
-        if _replaced is None or name.startswith("_"):
+        if name.startswith("_"):
             raise AttributeError(f"c10d's world has no {name!r}")
-        setattr(self, name, type(getattr(_replaced[0], name))())
+        setattr(self, name, type(getattr(self._before[0], name))())
         return self.__dict__[name]
-
-
-_replaced: tuple[Any, bool] | None = None  # c10d's world and autograd's threading, as they were before installation
 
 
 def _install_threaded_pg() -> ThreadLocalWorld:
@@ -314,10 +314,9 @@ def _install_threaded_pg() -> ThreadLocalWorld:
     Also separates c10d's C++ registries of groups and work by thread, which functional collectives use, and keeps
     backward in the calling thread. A second installation replaces the tables, and can still be undone.
     """
-    global _replaced
-    if _replaced is None:
-        _replaced = c10d._world, torch._C._is_multithreading_enabled()
-    c10d._world = ThreadLocalWorld()
+    world = c10d._world
+    is_installed = isinstance(world, ThreadLocalWorld)
+    c10d._world = ThreadLocalWorld(world._before if is_installed else (world, torch._C._is_multithreading_enabled()))
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     torch.autograd.set_multithreading_enabled(False)
     return c10d._world
@@ -325,10 +324,8 @@ def _install_threaded_pg() -> ThreadLocalWorld:
 
 def _uninstall_threaded_pg() -> None:
     """Undo `_install_threaded_pg`, in the thread that called it. Does nothing when nothing is installed."""
-    global _replaced
-    if _replaced is not None:
-        c10d._world, multithreading = _replaced
-        _replaced = None
+    if isinstance(c10d._world, ThreadLocalWorld):
+        c10d._world, multithreading = c10d._world._before
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         torch.autograd.set_multithreading_enabled(multithreading)
 
