@@ -168,7 +168,7 @@ def table() -> str:
     }
     rows: dict[bool, dict[str, str]] = {is_upstreams: {} for is_upstreams in heads}
     for each in VARIABLES:
-        words = f"{each.says or f'as {each.option}'}{f' (default: {each.default})' * bool(each.default)}"
+        words = f"{each.says or f'as {each.option}'}{f' (default: {each.default})' if each.default else ''}"
         names = rows[each.is_upstreams].get(words)
         rows[each.is_upstreams][words] = f"{names}, {each.name}" if names else each.name
     width = max(len(names) for part in rows.values() for names in part.values())

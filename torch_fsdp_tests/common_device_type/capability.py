@@ -72,7 +72,8 @@ def _lacks(name: str) -> str | None:
     if isinstance(has, str):
         module, _, constant = has.partition(".")
         has = bool(upstream_names.lookup(f"{upstream_names.PACKAGE}.{module}", constant))
-    return None if has else f"needs {name}, which {device.name} does not have{' as far as is known' * (has is None)}"
+    known = " as far as is known" if has is None else ""
+    return None if has else f"needs {name}, which {device.name} does not have{known}"
 
 
 def requires_capabilities(*caps: str) -> Callable[[Any], Any]:

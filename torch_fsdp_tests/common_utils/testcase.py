@@ -69,7 +69,7 @@ def _check_collisions(cls: type) -> None:
 def subtest_words(msg: Any, params: Mapping[str, Any]) -> str:
     """The message and the parameters of a subtest."""
     words = ", ".join(f"{name}={value!r}" for name, value in params.items())
-    return " ".join([f"[{msg}]"] * (msg is not None) + [f"({words})"] * bool(params))
+    return " ".join(filter(None, ["" if msg is None else f"[{msg}]", f"({words})" if params else ""]))
 
 
 class TestCase(expecttest.TestCase):
@@ -173,7 +173,8 @@ class TestCase(expecttest.TestCase):
         for block in self._defect_blocks:
             if not block.raised:
                 facts = not_shown.setdefault(block.defect["id"], {**block.defect, "places": []})
-                facts["places"] += [block.place] * bool(block.place)
+                if block.place:
+                    facts["places"].append(block.place)
         if known or not_shown:
             events.record(known_defects=list(known.values()), fixed_defects=list(not_shown.values()))
         if not_shown and not self._known_defects and settings.is_on(settings.STRICT_DEFECTS_VARIABLE, os.environ):

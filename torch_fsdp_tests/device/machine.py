@@ -159,7 +159,7 @@ def in_one_line(facts: Facts) -> str:
     """The facts that do not change while tests run, such as ``AMD EPYC 7B13, AVX2, BLAS mkl, 4 threads``."""
     texts = titled({name: value for name, value in facts.items() if name not in _CHANGING})
     if threads := texts.pop("threads", ""):
-        texts["BLAS"] = f"{texts.get('BLAS', 'unknown')}, {threads} thread{'s' * (threads != '1')}"
+        texts["BLAS"] = f"{texts.get('BLAS', 'unknown')}, {threads} thread{'' if threads == '1' else 's'}"
     return ", ".join(f"{title} {text}" if title in ("BLAS", "driver") else text for title, text in texts.items())
 
 

@@ -82,7 +82,8 @@ def from_environment(environment: Mapping[str, str]) -> Launch | None:
         )
     numbers = {name: environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
     wrong = [f"{name}={text!r}" for name, text in numbers.items() if not text.isdecimal() or len(text) > 9]
-    wrong = wrong or [f"MASTER_PORT={numbers['MASTER_PORT']}"] * (int(numbers["MASTER_PORT"]) not in range(1, 65536))
+    if not wrong and int(numbers["MASTER_PORT"]) not in range(1, 65536):
+        wrong = [f"MASTER_PORT={numbers['MASTER_PORT']}"]
     if wrong or int(numbers["RANK"]) >= int(numbers["WORLD_SIZE"]):
         described = ", ".join(wrong) or f"RANK={numbers['RANK']} of WORLD_SIZE={numbers['WORLD_SIZE']}"
         raise LaunchError(f"{described} cannot be right; if no launcher made this process, set {LAUNCHED_VARIABLE}=0")

@@ -116,7 +116,8 @@ def remove_files(scratch: Path, pids: Iterable[int]) -> Iterator[str]:
     """
     left = [path for path in sorted(scratch.glob("*")) if not path.name.startswith(_TORCHS_CACHE)]
     if left:
-        yield f"left in the temporary directory: {', '.join(path.name for path in left[:5])}{' ...' * (len(left) > 5)}"
+        more = " ..." if len(left) > 5 else ""
+        yield f"left in the temporary directory: {', '.join(path.name for path in left[:5])}{more}"
     for path in left:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

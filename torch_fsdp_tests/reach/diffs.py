@@ -177,8 +177,10 @@ def _hunk(header: re.Match[str], lines: Sequence[str], position: int) -> tuple[H
         sign, rest = line[:1] or " ", line[1:]  # mail programs take away the space of an empty line
         if sign not in " +-\\":
             break
-        before += [rest] * (sign in " -")
-        after += [rest] * (sign in " +")
+        if sign in " -":
+            before.append(rest)
+        if sign in " +":
+            after.append(rest)
         changes += sign in "+-"
         position += 1
     # Context may be missing at the end of the text. Then each side lacks the same number of lines.

@@ -42,7 +42,8 @@ class Function:
         """Ten hexadecimal digits that depend on its code, and on the places of functions and classes inside it."""
         words: list[str] = []
         _spell(self.scope, words)
-        words += [ast.get_docstring(self.scope, clean=False) or ""] * self.reads_docs
+        if self.reads_docs:
+            words.append(ast.get_docstring(self.scope, clean=False) or "")
         return digest("\x1f".join(words).encode("utf-8", "backslashreplace"))
 
 

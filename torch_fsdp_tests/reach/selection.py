@@ -39,7 +39,8 @@ def select(
         if known.is_function(name):
             here = known.bits_of(name)
             entering |= here
-            unreached += [name] * (not here)
+            if not here:
+                unreached.append(name)
             continue
         enclosing = known.enclosing(name)
         if enclosing is None:

@@ -87,8 +87,13 @@ class Table:
     def _remarks(self) -> list[str]:
         others = [row.label for row in self.rows if row not in self.compared]
         commits = {row.data["suite"]["commit"] for row in self.rows if row.data}
-        unlike = f"not compared test by test, because they ran something else or did not finish: {', '.join(others)}"
-        return [unlike] * bool(others) + ["the rows belong to different states of the suite"] * (len(commits) > 1)
+        remarks = []
+        if others:
+            why = "because they ran something else or did not finish"
+            remarks.append(f"not compared test by test, {why}: {', '.join(others)}")
+        if len(commits) > 1:
+            remarks.append("the rows belong to different states of the suite")
+        return remarks
 
     def block(self) -> str:
         """The part for a document: a row for each version, and how many tests execute only on some versions."""
