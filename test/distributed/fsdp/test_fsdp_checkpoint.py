@@ -173,7 +173,9 @@ class TestFSDPCheckpoint(_CheckpointTest):
         models = [
             data_parallel(self.SequentialModule(widths=widths)),
             _wrapper(offload_activations)(self.SequentialModule(wrap_fsdp=True, **kwargs)),
-            self.SequentialModule(True, offload_activations, True, **kwargs),
+            self.SequentialModule(
+                checkpoint_layer=True, offload_activations=offload_activations, wrap_fsdp=True, **kwargs
+            ),
             self.SequentialModule(wrap_fsdp=True, **kwargs),
         ]
         with patch_save_on_cpu(get_patched_save_on_cpu()):
@@ -231,8 +233,10 @@ class TestFSDPCheckpoint(_CheckpointTest):
         x = self._input(10, 3)
         models = {
             "without": FSDP(self.SequentialModule(wrap_fsdp=True, **kwargs), **kwargs),
-            "within": FSDP(self.SequentialModule(True, False, True, **kwargs), **kwargs),
-            "around": FSDP(_wrapper(False)(self.SequentialModule(wrap_fsdp=True, **kwargs)), **kwargs),
+            "within": FSDP(self.SequentialModule(checkpoint_layer=True, wrap_fsdp=True, **kwargs), **kwargs),
+            "around": FSDP(
+                _wrapper(offload_activations=False)(self.SequentialModule(wrap_fsdp=True, **kwargs)), **kwargs
+            ),
         }
         actual = {}
         # With early stop, recomputation ends within the last layer. Otherwise it runs to the end.
@@ -318,7 +322,7 @@ class TestFSDPCheckpointSubmodule(_CheckpointTest):
     @subtests(sharding_strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
     def test_checkpoint_submodule_sharded(self, device, sharding_strategy):
         """The same holds with sharded parameters, which are resharded after backward."""
-        self._test_checkpoint_submodule(False, sharding_strategy)
+        self._test_checkpoint_submodule(use_reentrant=False, sharding_strategy=sharding_strategy)
 
     def _test_checkpoint_submodule(self, use_reentrant: bool, sharding_strategy: ShardingStrategy) -> None:
         plain, without, within = self._models(use_reentrant, sharding_strategy)

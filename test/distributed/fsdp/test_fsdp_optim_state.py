@@ -16,7 +16,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -149,29 +148,27 @@ class TestFSDPOptimState(OptimStateTest):
             self.assertEqual(full_parameters(models.target.model), expected)
 
     def _test_load_optim_state(self, models: Trio, ways: Sequence[Way]) -> None:
-        """In each way, save the source's state and load it into the target. Then all models train alike."""
+        """In each way, save the source's state and load it into the target. Then all models train alike.
+
+        Both that state and the target's own one, saved and converted, must equal the state that the target has.
+        """
         self._train_all(models, 3)
         for way in ways:
             with self.subTest(way=way.name):
                 saved = way.save(models.source)
                 self._check_saved(saved, models.reference, rank0_only=way.rank0_only)
-                if models.target is not None:
-                    self._load(saved, way, models.target, models)
+                if (target := models.target) is not None:
+                    own = way.save(target, models.group)
+                    self._check_saved(own, models.reference, models.group, way.rank0_only)
+                    expected = copy.deepcopy(target.optim.state_dict())
+                    self._check_same_osd(way.convert(own, target, models.group), expected, rtol=0, atol=0)
+                    converted = way.convert(saved, target, models.group)
+                    # The state of parameters that are not in FSDP here is unchanged, even if it was saved in shards.
+                    converted["state"] = gathered(converted["state"], models.group)
+                    self._check_same_osd(converted, expected)
+                    load_into(target.optim, converted)
                 self._train_all(models, 1)
         self._train_all(models, 2)
-
-    def _load(self, saved: dict[str, Any], way: Way, target: Training, models: Trio) -> None:
-        """Convert the saved state, and the target's saved state, for the target. Both must equal the target's state."""
-        group = models.group
-        own = way.save(target, group)
-        self._check_saved(own, models.reference, group, way.rank0_only)
-        expected = copy.deepcopy(target.optim.state_dict())
-        self._check_same_osd(way.convert(own, target, group), expected, rtol=0, atol=0)
-        converted = way.convert(saved, target, group)
-        # The state of parameters that are not in FSDP here is unchanged, even if it was saved in shards.
-        converted["state"] = gathered(converted["state"], group)
-        self._check_same_osd(converted, expected)
-        load_into(target.optim, converted)
 
     # Saving
 

@@ -287,7 +287,8 @@ class TestFullyShardCompile(CompileTest):
     def test_dynamo_trace_use_training_state(self):
         torch._dynamo.reset()
         make_group, states = internals.fsdp2_param_group.FSDPParamGroup, internals.fsdp2_common.TrainingState
-        group = make_group([], (nn.Linear(1, 1),), None, None, self.device, None, None, None)
+        unused = ("mesh_info", "post_forward_mesh_info", "shard_placement_fn", "mp_policy", "offload_policy")
+        group = make_group(params=[], modules=(nn.Linear(1, 1),), device=self.device, **dict.fromkeys(unused))
         self.assertEqual(internals.training_state(group), states.IDLE)
 
         def add_in_forward_state(x: torch.Tensor) -> torch.Tensor:

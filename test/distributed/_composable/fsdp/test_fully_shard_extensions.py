@@ -586,7 +586,9 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
         ref_model.load_state_dict({name: param.detach().a for name, param in model.named_parameters()})
         extensions = extend(self._fully_shard_all(model, mesh=mesh))
         legacy = extensions["0.in_proj.weight"]
-        legacy.local.fsdp_pre_all_gather = lambda mesh: legacy.pre(mesh, None, None, None, None)
+        legacy.local.fsdp_pre_all_gather = lambda mesh: legacy.pre(
+            mesh, **dict.fromkeys(("outer_size", "outer_stride", "module", "mp_policy"))
+        )
         inp = self._input(8)
         self.assertEqual(model(inp), ref_model(inp))
         self.assertEqual(len(extensions), 6)
