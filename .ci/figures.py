@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from torch_fsdp_tests.dispatch.atomic import write_text  # noqa: E402
-from torch_fsdp_tests.processes import host  # noqa: E402
+from torch_fsdp_tests.processes import system  # noqa: E402
 from torch_fsdp_tests.verdict import SkipKind, closing_line, plural, seconds, tally  # noqa: E402  # noqa: E402
 
 BEGIN, END = "<!-- made by python .ci/figures.py -->", "<!-- end of what python .ci/figures.py made -->"
@@ -91,4 +91,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    host.run_command("figures", main)
+    system.run_command("figures", main)

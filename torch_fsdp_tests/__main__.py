@@ -3,12 +3,12 @@
 import sys
 
 from torch_fsdp_tests import installation
-from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes import system
 
 
 def main() -> int:
     """Run the dispatcher with the arguments of this process, and return its exit status."""
-    host.exit_if_unsupported()
+    system.exit_if_unsupported()
     from torch_fsdp_tests.dispatch.main import main as dispatch
 
     return dispatch(sys.argv[1:], installation.ROOT)

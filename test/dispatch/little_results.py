@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from torch_fsdp_tests.dispatch import features, report
+from torch_fsdp_tests.dispatch.file_result import Attempt, EndKind, FileResult, ProcessEnd
 from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun
-from torch_fsdp_tests.dispatch.result import Attempt, EndKind, FileResult, ProcessEnd
-from torch_fsdp_tests.dispatch.results import Results
+from torch_fsdp_tests.dispatch.run_results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.verdict import State, TestResult, tally
 

@@ -9,8 +9,8 @@ from little_results import file_of
 from torch_fsdp_tests.dispatch import hosts
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.hosts import Host, Hosts
-from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.rounds import Rounds
+from torch_fsdp_tests.dispatch.run_results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.verdict import RankResult, State, TestResult
 

@@ -22,10 +22,10 @@ from torch_fsdp_tests.dispatch.devices import DeviceSet, find, loads_extensions,
 from torch_fsdp_tests.dispatch.discover import discover
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.expectations import Entry, MalformedList, Situation
+from torch_fsdp_tests.dispatch.file_result import Attempt, EndKind, FileResult, ProcessEnd, worst_of_each
 from torch_fsdp_tests.dispatch.last_failures import WHOLE_FILE, Failed
 from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun, calculate_shards
-from torch_fsdp_tests.dispatch.result import Attempt, EndKind, FileResult, ProcessEnd, worst_of_each
-from torch_fsdp_tests.dispatch.results import Results
+from torch_fsdp_tests.dispatch.run_results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import UnknownTest, select
 from torch_fsdp_tests.dispatch.upstream import absent

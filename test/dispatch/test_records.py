@@ -274,11 +274,11 @@ class TestReports(TreeCase):
                 self.assertEqual((closed.returncode, closed.stderr), (0, ""))
 
     def test_every_command_reports_output_that_cannot_be_written(self):
-        """All modules that are programs call ``host.run_command``, except those that only the project starts."""
-        started = {"dispatch/child.py", "dispatch/forkserver.py", "ranks/server.py", "device/accelerator_probe.py"}
+        """All modules that are programs call ``system.run_command``, except those that only the project starts."""
+        started = {"dispatch/run_file.py", "dispatch/forkserver.py", "ranks/server.py", "device/accelerator_probe.py"}
         started |= {"tools/mutants/server.py", "tools/benchmark.py"}
         programs = {path: text for path, text in modules().items() if '\nif __name__ == "__main__":' in text}
-        others = {path for path, text in programs.items() if "host.run_command(" not in text}
+        others = {path for path, text in programs.items() if "system.run_command(" not in text}
         self.assertEqual(others - started, {"__main__.py"})  # the dispatcher
 
     def test_streams_that_the_caller_has_closed(self):
@@ -406,7 +406,7 @@ class TestWriter(FolderCase):
 
     def test_nothing_else_renames_files(self):
         """Everything that writes a file that the user names uses ``atomic``."""
-        own = {"dispatch/atomic.py", "processes/programs.py"}  # the second renames its own temporary file
+        own = {"dispatch/atomic.py", "processes/program_server.py"}  # the second renames its own temporary file
         renames = re.compile(r"\bos\.(?:replace|rename|renames)\(|\.rename\(|_path\.replace\(|shutil\.move\(")
         self.assertEqual({path for path, text in modules().items() if renames.search(text)}, own)
 

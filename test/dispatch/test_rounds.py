@@ -10,9 +10,9 @@ from little_results import file_of
 from trees import FAIL, PASS, TreeCase, body
 
 from torch_fsdp_tests.dispatch import html_report, options, rounds
-from torch_fsdp_tests.dispatch.result import FileResult
-from torch_fsdp_tests.dispatch.results import Results
+from torch_fsdp_tests.dispatch.file_result import FileResult
 from torch_fsdp_tests.dispatch.rounds import MAX_KEPT, MAX_SECONDS, Rounds, Times
+from torch_fsdp_tests.dispatch.run_results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.verdict import RankResult, State, TestResult
 

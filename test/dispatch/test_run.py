@@ -24,7 +24,7 @@ from trees import CHECKOUT, CLOSING, ENVIRONMENT, FAIL, LIMIT, PASS, TreeCase, a
 
 from torch_fsdp_tests import __version__
 from torch_fsdp_tests.dispatch.devices import torch_version
-from torch_fsdp_tests.dispatch.site import Site
+from torch_fsdp_tests.dispatch.other_ranks import OtherRanks
 
 
 def run_python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -627,7 +627,7 @@ class TestStopping(TreeCase):
     def test_a_lost_process_counts_more_than_the_signal_because_of_it(self):
         started = self.root / "started"
 
-        class Losing(Site):
+        class Losing(OtherRanks):
             """A process of the launch is gone, and the launcher's signal arrives at the same time."""
 
             def watch(self, children):
@@ -640,7 +640,7 @@ class TestStopping(TreeCase):
                 return time.monotonic() + 0.02
 
         waits = body(f"open({str(started)!r}, 'w').close(); time.sleep(1000)")
-        with unittest.mock.patch("torch_fsdp_tests.dispatch.main.Site", Losing):
+        with unittest.mock.patch("torch_fsdp_tests.dispatch.main.OtherRanks", Losing):
             self.check({"test_x": waits}, failed=1, code=3, says=["rank 1 is gone", "crashed: TestX.test_1"])
 
     def test_killed_dispatcher_leaves_nothing(self):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_fsdp_tests.dispatch import compare, main, report, runner  # noqa: F401 (imported for forks)
-from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes import system
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 LIMIT = 30  # seconds for one command
@@ -73,7 +73,7 @@ def run_here(program: Sequence[str], environment: Mapping[str, str]) -> None:
             runpy.run_path(program[0], run_name="__main__")
         status = 0
     except SystemExit as left:
-        status = host.exit_status(left)
+        status = system.exit_status(left)
     except BaseException:
         traceback.print_exc()
     finally:

@@ -26,9 +26,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from torch_fsdp_tests.processes import host, programs
+from torch_fsdp_tests.processes import program_server, system
 from torch_fsdp_tests.processes.forkserver import preload, start_fresh
-from torch_fsdp_tests.processes.programs import ProgramServer
+from torch_fsdp_tests.processes.program_server import ProgramServer
 
 ROOT = Path(__file__).resolve().parents[2]
 INPUTS = Path(__file__).parent / "inputs"
@@ -86,7 +86,7 @@ def outputs(main: Callable[[Sequence[str]], Any], *arguments: str, stdin: str = 
         try:
             status = main(arguments)
         except SystemExit as leaving:
-            status = host.exit_status(leaving)
+            status = system.exit_status(leaving)
     return status, out.getvalue(), err.getvalue()
 
 
@@ -119,13 +119,13 @@ def run_beside(package: str | Path, *command: object, **variables: str) -> subpr
 @functools.cache
 def _server() -> ProgramServer | None:
     """The process that has imported torch, if it may fork. Its forks become children of this process."""
-    if not (host.can_fork() and host.adopt_orphans()):
+    if not (system.can_fork() and system.adopt_orphans()):
         return None
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder)
     server = ProgramServer([__file__], os.environ | {"PYTHONPATH": str(ROOT)}, ROOT, Path(folder))
     atexit.register(server.close)
-    while not server.ready and not host.has_ended(server.pid):
+    while not server.ready and not system.has_ended(server.pid):
         time.sleep(POLL)
     return server
 
@@ -219,6 +219,6 @@ class Run:
 
 
 if __name__ == "__main__":
-    sys.argv = list(programs.serve(sys.argv[1:], lambda: preload(_TORCH)))
+    sys.argv = list(program_server.serve(sys.argv[1:], lambda: preload(_TORCH)))
     sys.path[0] = os.path.dirname(sys.argv[0])
     runpy.run_path(sys.argv[0], run_name="__main__")

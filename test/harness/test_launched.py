@@ -16,7 +16,7 @@ from runs import INPUTS, NAME, ROOT, assert_rejected, failures, outputs
 from torch_fsdp_tests import common_utils
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.dispatch import options
-from torch_fsdp_tests.processes import host, launcher
+from torch_fsdp_tests.processes import launcher, system
 
 FILE = INPUTS / "launched.py"
 LIMIT = 300  # seconds for a launch
@@ -49,7 +49,7 @@ class Launch(Launcher):
 
 @functools.cache
 def started() -> dict[str, Launch]:
-    nodes = ["--nnodes", "2", "--rdzv-endpoint", f"{host.LOOPBACK}:{common_utils.find_free_port()}"]
+    nodes = ["--nnodes", "2", "--rdzv-endpoint", f"{system.LOOPBACK}:{common_utils.find_free_port()}"]
     ranks = (["--node-rank", "0", "--nproc-per-node", "2"], ["--node-rank", "1", "--nproc-per-node", "1"])
     first, second = (Launch([*nodes, *own], [*TESTS, "TestAlone"], TORCH_FSDP_TESTS_SHOW_OUTPUT="1") for own in ranks)
     return {"first": first, "second": second}

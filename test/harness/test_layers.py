@@ -14,7 +14,7 @@ from torch_fsdp_tests.common_utils import TestCase, run_tests
 TABLE = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8").partition("| package |")[2].partition("\n\n")[0]
 LAYERS = [re.findall(r"`([\w.]+)`", line.split("|")[1]) for line in TABLE.splitlines()[2:]]
 # Their functions run in processes of test files, which import torch.
-IN_TEST_FILES = {"dispatch.child", "dispatch.forkserver"}
+IN_TEST_FILES = {"dispatch.run_file", "dispatch.forkserver"}
 NUMBERS = {name: number for number, names in enumerate(LAYERS) for name in names}
 TEST_BASES = ("behaviour", "common_", "defects", "distributed", "fsdp", "perturb")
 

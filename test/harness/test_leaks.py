@@ -18,7 +18,7 @@ from runs import INPUTS, LIMIT, Process, Run, leftovers, wait_until
 
 from torch_fsdp_tests.common_distributed import requires
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests, subtest
-from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.verdict import Reason
 
 FAULTS = INPUTS / "faults.py"
@@ -26,7 +26,7 @@ SHARED_MEMORY = Path("/dev/shm")
 GONE = 2  # seconds after the end of the test process in which its ranks must disappear
 KINDS = ("Process", "Thread", "Staying")
 LEAKING = [f"{kind}Leaks" for kind in KINDS]
-IN_SIGHT = requires(lambda: None if host.shows_processes() else Reason("this system shows no processes in /proc"))
+IN_SIGHT = requires(lambda: None if system.shows_processes() else Reason("this system shows no processes in /proc"))
 OTHERS = ["ProcessGroupLeak", "StayingOrphan"]
 STRICT = [f"{kind}Leaks.test_{test}" for kind in KINDS for test in ("files", "a_thread_that_fails")]
 
@@ -140,8 +140,8 @@ class TestChildren(TestCase):
             looks = []
             may_end.set()
             while Path("/proc/self/task", str(thread.native_id)).exists():
-                looks.append(host.children())
-            looks.append(host.children())
+                looks.append(system.children())
+            looks.append(system.children())
             child.kill()
         self.assertEqual([look for look in looks if child.pid not in look], [])
 

@@ -21,10 +21,10 @@ from unittest import mock
 from torch_fsdp_tests.common_utils import TestCase, find_free_port, run_tests
 from torch_fsdp_tests.dispatch import main, worker
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
+from torch_fsdp_tests.dispatch.other_ranks import LaunchFailure
 from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.dispatch.site import LaunchFailure
 from torch_fsdp_tests.dispatch.workers import Workers
-from torch_fsdp_tests.processes import host, messages, peers
+from torch_fsdp_tests.processes import messages, peers, system
 from torch_fsdp_tests.processes.launcher import Launch
 from torch_fsdp_tests.processes.messages import Connection
 from torch_fsdp_tests.processes.peers import Hello, Peers
@@ -187,7 +187,7 @@ class TestRefusal(PeersCase):
     def test_machines_that_differ_are_named_before_the_first_test(self):
         folder = Path(__file__).parent
         own = worker.describe(folder, "cpu")
-        suite = own.suite | {"torch_fsdp_tests/processes/host.py": "another"}
+        suite = own.suite | {"torch_fsdp_tests/processes/system.py": "another"}
         del suite["torch_fsdp_tests/inductor_utils.py"]
         machines = [own, dataclasses.replace(own, suite=suite), dataclasses.replace(own, torch="1.0")]
         workers = self.workers(4)
@@ -198,7 +198,7 @@ class TestRefusal(PeersCase):
         with self.assertRaises(LaunchFailure) as problem:
             workers.gather(RunTests(test_directory=folder, default_directory=folder), "cpu")
         name = socket.gethostname()
-        files = "torch_fsdp_tests/inductor_utils.py is missing, torch_fsdp_tests/processes/host.py differs"
+        files = "torch_fsdp_tests/inductor_utils.py is missing, torch_fsdp_tests/processes/system.py differs"
         expected = [
             "the machines of the launch differ:",
             f"rank 2: the suite on {name}: {files}",
@@ -228,8 +228,8 @@ class TestAddress(PeersCase):
 
     def test_interface_that_the_user_names_gives_the_address(self):
         launch = dataclasses.replace(self.launch(0), address="192.0.2.1", one_host=False)  # no machine has this address
-        with mock.patch.dict("os.environ", {peers.INTERFACE_VARIABLE: host.loopback_interface()}):
-            self.assertEqual(peers.own_address(launch), host.LOOPBACK)
+        with mock.patch.dict("os.environ", {peers.INTERFACE_VARIABLE: system.loopback_interface()}):
+            self.assertEqual(peers.own_address(launch), system.LOOPBACK)
 
 
 class TestIdleRanks(PeersCase):
@@ -268,7 +268,7 @@ class TestIdleRanks(PeersCase):
         self.addCleanup(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
         try:
-            host.allow_open_files(4096)  # both ends of each connection are in this process
+            system.allow_open_files(4096)  # both ends of each connection are in this process
         except OSError as error:
             self.skipTest(str(error))
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
@@ -277,7 +277,7 @@ class TestIdleRanks(PeersCase):
     def test_too_few_open_files(self):
         words = "the limit of open files is 4096, but 4097 are needed; raise it with ulimit -Hn 4097"
         with mock.patch("resource.getrlimit", lambda _: (1024, 4096)), self.assertRaisesRegex(OSError, words):
-            host.allow_open_files(4097)
+            system.allow_open_files(4097)
 
     def test_a_file_of_two_ranks_says_nothing_to_the_others(self):
         few, many = self.run_file(8), self.run_file(MANY)

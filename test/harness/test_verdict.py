@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from torch_fsdp_tests.common_distributed.case import raise_verdict, run_all
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests, subtest
-from torch_fsdp_tests.dispatch import result
-from torch_fsdp_tests.processes import host, messages
+from torch_fsdp_tests.dispatch import file_result
+from torch_fsdp_tests.processes import messages, system
 from torch_fsdp_tests.ranks import outcome
 from torch_fsdp_tests.ranks.outcome import Ending, capture, judge, raised, with_any_ending
 from torch_fsdp_tests.verdict import (
@@ -46,21 +46,21 @@ class TestDeaths(TestCase):
     def test_a_signal_has_a_hint_in_every_report(self, number, hint):
         words = f"was killed by {number.name}{hint}"
         rank = RankResult(1, State.CRASHED, signal=number.name)
-        file = result.ProcessEnd(result.EndKind.KILLED, number.name)
+        file = file_result.ProcessEnd(file_result.EndKind.KILLED, number.name)
         self.assertEqual(rank.headline(), f"{words} before reporting anything")
         self.assertEqual(rank.headline(plural=True), f"were{words[3:]} before reporting anything")
         self.assertEqual(Ending.from_wait_status(number).in_words(), words)
         self.assertEqual(outcome.death_of_server(number), f"the rank server {words}")
         self.assertEqual(file.in_words(), words)
-        self.assertEqual(death(host.how_ended(number)), words)
+        self.assertEqual(death(system.how_ended(number)), words)
 
     def test_an_exit_code_has_none(self):
         words = "exited with code 9"
         rank = RankResult(1, State.CRASHED, exit_code=9)
         self.assertEqual(rank.headline(), f"{words} before reporting anything")
         self.assertEqual(Ending(code=9).in_words(), words)
-        self.assertEqual(result.ProcessEnd(result.EndKind.EXITED, 9).in_words(), words)
-        self.assertEqual(death(host.how_ended(9 << 8)), words)
+        self.assertEqual(file_result.ProcessEnd(file_result.EndKind.EXITED, 9).in_words(), words)
+        self.assertEqual(death(system.how_ended(9 << 8)), words)
 
 
 class TestCounts(TestCase):

@@ -28,7 +28,7 @@ from torch_fsdp_tests.common_distributed.subtests import run_subtests
 from torch_fsdp_tests.common_utils import TestCase, defect_blocks
 from torch_fsdp_tests.common_utils.testcase import is_ours, subtest_words
 from torch_fsdp_tests.device import accelerator, process_state
-from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.ranks import (
     Assignment,
     Belongings,
@@ -133,7 +133,7 @@ def run_in_rank(rank: int, body: Callable[[], object]) -> RankResult:
 
 def _check_exit(leaving: SystemExit) -> None:
     """Return if a rank that exits has passed. Else raise the exception that it replaces, or the exit itself."""
-    if host.exit_status(leaving) != 0 or not (_tally.returned or _tally.raised):
+    if system.exit_status(leaving) != 0 or not (_tally.returned or _tally.raised):
         raise leaving
     replaced = _tally.raised or leaving.__context__
     if replaced is not None:
@@ -160,7 +160,7 @@ def run_all(steps: Iterable[Callable[[], object]]) -> None:
 
 def is_skip(error: BaseException) -> bool:
     if isinstance(error, SystemExit):
-        return host.exit_status(error) in skip_codes()
+        return system.exit_status(error) in skip_codes()
     return isinstance(error, unittest.SkipTest)
 
 
@@ -178,7 +178,7 @@ def named_leaks(assignment: Assignment) -> Iterator[None]:
             yield
     finally:
         if outputs != (sys.stdout, sys.stderr) or any(getattr(output, "closed", False) for output in outputs):
-            host.flush_outputs()
+            system.flush_outputs()
             open_outputs()
             changes.append("left sys.stdout or sys.stderr closed or replaced")
         threads = belongings.new_threads()

@@ -33,7 +33,7 @@ from torch_fsdp_tests.common_distributed.requirements import skip_codes
 from torch_fsdp_tests.common_utils import set_rng_seed
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.installed_torch import torch_facts
-from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.ranks import COLLECTIVE_TIMEOUT_FRACTION, Assignment, RankGroup
 from torch_fsdp_tests.ranks.outcome import enters_test, judge, raised, skipped
 from torch_fsdp_tests.ranks.threaded_pg import ProcessLocalGroup, _install_threaded_pg, _uninstall_threaded_pg
@@ -126,7 +126,7 @@ def _in_thread(rank: int, body: Callable[[], object]) -> RankResult:
     except SystemExit as leaving:
         if isinstance(leaving, PeerFailed):
             return dataclasses.replace(raised(rank, leaving), text=str(leaving), may_follow=True)
-        return skipped(rank, skip_codes()[host.exit_status(leaving)]) if is_skip(leaving) else raised(rank, leaving)
+        return skipped(rank, skip_codes()[system.exit_status(leaving)]) if is_skip(leaving) else raised(rank, leaving)
 
 
 class MultiThreadedTestCase(RankTestCase):

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes import system
 
 
 def find_free_port() -> int:
@@ -17,7 +17,7 @@ def find_free_port() -> int:
     """
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host.LOOPBACK, 0))
+        listener.bind((system.LOOPBACK, 0))
         return listener.getsockname()[1]
 
 

@@ -1,7 +1,7 @@
 """``python -m torch_fsdp_tests.defects``."""
 
 from torch_fsdp_tests.defects.command.main import main
-from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes import system
 
 if __name__ == "__main__":
-    host.run_command("torch_fsdp_tests.defects", main)
+    system.run_command("torch_fsdp_tests.defects", main)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_fsdp_tests.device import vendors
-from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes import system
 
 Facts = Mapping[str, Any]
 
@@ -185,4 +185,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    host.run_command("machine", main)
+    system.run_command("machine", main)

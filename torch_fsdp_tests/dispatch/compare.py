@@ -13,7 +13,7 @@ from torch_fsdp_tests.dispatch.expectations import MalformedList, read_json
 from torch_fsdp_tests.dispatch.options import Parser
 from torch_fsdp_tests.dispatch.report import FILE
 from torch_fsdp_tests.dispatch.slower import Report, Test, about_pace, in_seconds, is_longer, pace, side_by_side
-from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.verdict import State, plural
 
 # Kinds of differences, the worst first.
@@ -146,4 +146,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    host.run_command("compare", main)
+    system.run_command("compare", main)

@@ -17,7 +17,7 @@ from torch_fsdp_tests.dispatch import behaviour, behaviour_files, devices, keywo
 from torch_fsdp_tests.dispatch.behaviour import Difference, Record
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.plan import Job
-from torch_fsdp_tests.dispatch.results import Results
+from torch_fsdp_tests.dispatch.run_results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.reach import changes, diffs
 from torch_fsdp_tests.settings import ConfigurationError

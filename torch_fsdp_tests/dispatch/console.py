@@ -15,12 +15,12 @@ from typing import Any, TextIO
 from torch_fsdp_tests.device import machine
 from torch_fsdp_tests.dispatch import devices, hosts
 from torch_fsdp_tests.dispatch.atomic import naming
-from torch_fsdp_tests.dispatch.process import TestProcess
+from torch_fsdp_tests.dispatch.file_process import TestProcess
+from torch_fsdp_tests.dispatch.file_result import Attempt, FileResult
 from torch_fsdp_tests.dispatch.repeat import perturbations, repeat_command
-from torch_fsdp_tests.dispatch.result import Attempt, FileResult
-from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.rounds import summary
 from torch_fsdp_tests.dispatch.run_plan import RunPlan
+from torch_fsdp_tests.dispatch.run_results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.installed_torch import fixes
 from torch_fsdp_tests.verdict import (

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 
-from torch_fsdp_tests.dispatch import child
-from torch_fsdp_tests.processes import forkserver, programs
+from torch_fsdp_tests.dispatch import run_file
+from torch_fsdp_tests.processes import forkserver, program_server
 
 
 def preload() -> list[str]:
@@ -21,4 +21,4 @@ def preload() -> list[str]:
 
 
 if __name__ == "__main__":
-    child.main(programs.serve(sys.argv[1:], preload))
+    run_file.main(program_server.serve(sys.argv[1:], preload))

@@ -15,8 +15,8 @@ from torch_fsdp_tests.dispatch import hosts as host_verdicts
 from torch_fsdp_tests.dispatch import page
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.features import features_of
+from torch_fsdp_tests.dispatch.file_result import EndKind, ProcessEnd
 from torch_fsdp_tests.dispatch.page import Row, Section
-from torch_fsdp_tests.dispatch.result import EndKind, ProcessEnd
 from torch_fsdp_tests.dispatch.rounds import place, summary
 from torch_fsdp_tests.dispatch.slower import tests_in
 from torch_fsdp_tests.processes.messages import from_data

@@ -9,8 +9,8 @@ from pathlib import Path
 from torch_fsdp_tests import installation
 from torch_fsdp_tests.device import machine
 from torch_fsdp_tests.dispatch.atomic import write_text
-from torch_fsdp_tests.dispatch.result import FileResult
-from torch_fsdp_tests.dispatch.results import Results
+from torch_fsdp_tests.dispatch.file_result import FileResult
+from torch_fsdp_tests.dispatch.run_results import Results
 from torch_fsdp_tests.verdict import State, TestResult, clean, columns, describe, rank_rows
 
 OF_FILE = "file"  # replaces the class in results about the whole file

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.dispatch.expectations import MalformedList, read_json
+from torch_fsdp_tests.dispatch.file_result import FileResult
 from torch_fsdp_tests.dispatch.plan import TestRun
-from torch_fsdp_tests.dispatch.result import FileResult
-from torch_fsdp_tests.dispatch.results import Results
+from torch_fsdp_tests.dispatch.run_results import Results
 from torch_fsdp_tests.verdict import Scope, State, TestResult
 
 FILE = "failed.json"

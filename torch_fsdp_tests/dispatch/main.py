@@ -18,19 +18,19 @@ from torch_fsdp_tests.dispatch.atomic import naming
 from torch_fsdp_tests.dispatch.devices import DeviceSet
 from torch_fsdp_tests.dispatch.discover import discover
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
+from torch_fsdp_tests.dispatch.other_ranks import LaunchFailure, OtherRanks
 from torch_fsdp_tests.dispatch.records import Records
 from torch_fsdp_tests.dispatch.run_plan import RunPlan
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import Narrowed, UnknownTest, matching, select
-from torch_fsdp_tests.dispatch.site import LaunchFailure, Site
 from torch_fsdp_tests.dispatch.upstream import absent
-from torch_fsdp_tests.processes import host, launcher, leaks
+from torch_fsdp_tests.processes import launcher, leaks, system
 from torch_fsdp_tests.processes.launcher import Launch
 from torch_fsdp_tests.settings import ConfigurationError
 from torch_fsdp_tests.verdict import closing_line, first_few, plural, tally
 
 if TYPE_CHECKING:  # what only a run needs is imported late, so that a plan is fast
-    from torch_fsdp_tests.dispatch.results import Results
+    from torch_fsdp_tests.dispatch.run_results import Results
     from torch_fsdp_tests.processes.children import Children
 
 
@@ -39,37 +39,37 @@ def main(argv: Sequence[str], root: Path) -> ExitStatus:
 
     If a launcher made this process, rank 0 is the dispatcher, and the other ranks work for it.
     """
-    host.prepare_streams()
-    host.exit_on_signals()
+    system.prepare_streams()
+    system.exit_on_signals()
     try:
         launch = launcher.from_environment(os.environ)
     except launcher.LaunchError as error:
         _remark(str(error))
         return ExitStatus.USAGE_ERROR
-    launched = launch is not None and host.can_fork()  # otherwise options.parse() rejects the launch
+    launched = launch is not None and system.can_fork()  # otherwise options.parse() rejects the launch
     if launch is not None and launched and launch.rank > 0:
         from torch_fsdp_tests.dispatch import worker
 
         return worker.main(launch, root)
-    status, site = ExitStatus.BROKEN, Site()
+    status, others = ExitStatus.BROKEN, OtherRanks()
     try:
         if launch is not None and launched:
-            site = _workers(launch)
-        status = _guarded(argv, root, launch, site)
+            others = _workers(launch)
+        status = _guarded(argv, root, launch, others)
     except LaunchFailure as error:
         _remark(str(error))
         status = ExitStatus.USAGE_ERROR
     except (KeyboardInterrupt, SystemExit) as left:  # a signal, unless the arguments were wrong, or --help was given
-        status = ExitStatus(host.exit_status(left) if isinstance(left, SystemExit) else ExitStatus.INTERRUPTED)
+        status = ExitStatus(system.exit_status(left) if isinstance(left, SystemExit) else ExitStatus.INTERRUPTED)
         if status.is_from_signal:
-            _remark(f"stopped by {host.signal_name(status - 128)} while no test was running")
+            _remark(f"stopped by {system.signal_name(status - 128)} while no test was running")
     finally:
-        site.dismiss(status)
+        others.dismiss(status)
     return status
 
 
-def _workers(launch: Launch) -> Site:
-    """The site with the processes of all other ranks. Raises :class:`LaunchFailure`."""
+def _workers(launch: Launch) -> OtherRanks:
+    """The processes of all other ranks. Raises :class:`LaunchFailure`."""
     from torch_fsdp_tests.dispatch.workers import Workers
 
     try:
@@ -78,25 +78,25 @@ def _workers(launch: Launch) -> Site:
         raise LaunchFailure(f"the other processes of the launch cannot be reached: {error}") from error
 
 
-def _guarded(argv: Sequence[str], root: Path, launch: Launch | None, site: Site) -> ExitStatus:
+def _guarded(argv: Sequence[str], root: Path, launch: Launch | None, others: OtherRanks) -> ExitStatus:
     try:
         run = options.parse(argv, os.environ, root, launch)
         if not run.records_behaviour:
-            return _checked(run, site)
+            return _checked(run, others)
         from torch_fsdp_tests.dispatch import comparing  # few runs need it
 
         with comparing.prepared(run) as prepared:
-            return _checked(prepared, site)
+            return _checked(prepared, others)
     except (UnknownTest, expectations.MalformedList, ConfigurationError) as error:
         _remark(str(error))
         return ExitStatus.USAGE_ERROR
     except BrokenPipeError:  # as with "run_test.py --list | head"
-        host.drop_stdout()
+        system.drop_stdout()
         return ExitStatus.NOT_READ
     except OSError as error:
         with contextlib.suppress(OSError):
             _remark(f"cannot continue: {error}")
-        host.drop_stdout()
+        system.drop_stdout()
         return ExitStatus.BROKEN
 
 
@@ -105,15 +105,15 @@ def _print(text: str, end: str = "\n") -> None:
         print(text, end=end, flush=True)
 
 
-def _checked(run: RunTests, site: Site) -> ExitStatus:
+def _checked(run: RunTests, others: OtherRanks) -> ExitStatus:
     _remark(*run.remarks)
     files = discover(run.test_directory)
-    device_set = _devices(run, site)
+    device_set = _devices(run, others)
     with _children(run, device_set) as children:
         narrowed = _select(run, files, device_set.type)
         selection = narrowed.tests
         entries, records = _entries(run), Records(run)
-        planned = run_plan.make(run, site.world_size, files, selection, device_set, entries)
+        planned = run_plan.make(run, others.world_size, files, selection, device_set, entries)
         _remark(*planned.remarks)
         if not selection and not narrowed.verdict:
             nothing = f"none of the selected tests failed when they were last run here on {device_set.type}"
@@ -122,7 +122,7 @@ def _checked(run: RunTests, site: Site) -> ExitStatus:
             _remark(f"shard {run.shard} of {run.num_shards} has nothing to run: there are fewer jobs than shards")
         status = ExitStatus.OK if selection else ExitStatus.NOTHING_RAN
         if children is None and planned.jobs and run.patterns:
-            planned, status = _matching(run, site, planned)
+            planned, status = _matching(run, others, planned)
         if children is None and run.list_files:
             _print(listing.files_text(planned.jobs, planned.needs), end="\n" if planned.jobs else "")
         elif children is None:
@@ -130,7 +130,7 @@ def _checked(run: RunTests, site: Site) -> ExitStatus:
         elif not planned.jobs:
             print(closing_line(tally(())), file=sys.stderr if run.list_tests else sys.stdout, flush=True)
         else:
-            status = _run(run, site, planned, records, children)
+            status = _run(run, others, planned, records, children)
         if narrowed.verdict:
             (_remark if children is None or run.list_tests else _print)(narrowed.verdict)
         return ExitStatus.NOTHING_RAN if status is ExitStatus.OK and narrowed.is_unguarded else status
@@ -151,12 +151,12 @@ def _children(run: RunTests, device_set: DeviceSet) -> Iterator[Children | None]
         yield children
 
 
-def _devices(run: RunTests, site: Site) -> DeviceSet:
+def _devices(run: RunTests, others: OtherRanks) -> DeviceSet:
     """The devices that may be lent."""
     device_set = devices.find(run.device, run.devices, os.environ)
     if run.devices is not None and device_set.lendable is None:
         _remark("--devices has no effect on the CPU; use -j to set how many files run at a time")
-    if site.world_size is not None:
+    if others.world_size is not None:
         return dataclasses.replace(device_set, names=(), variable=None)  # each rank takes its LOCAL_RANK's
     if run.jobs is not None and device_set.lendable is not None:
         return device_set.shared()
@@ -219,7 +219,7 @@ def _is_there(path: Path) -> bool:
     return path.exists()
 
 
-def _matching(run: RunTests, site: Site, planned: RunPlan) -> tuple[RunPlan, ExitStatus]:
+def _matching(run: RunTests, others: OtherRanks, planned: RunPlan) -> tuple[RunPlan, ExitStatus]:
     """The plan without files in which no test matches ``-k``. Only the files themselves know the names of their tests.
 
     Files that cannot be imported stay, as in a run.
@@ -230,24 +230,24 @@ def _matching(run: RunTests, site: Site, planned: RunPlan) -> tuple[RunPlan, Exi
     lister = dataclasses.replace(run, dry_run=False, list_files=True, list_tests=True)
     with _children(lister, planned.device_set) as children:
         assert children is not None
-        results = Runner(lister, planned, Console(lister, planned, io.StringIO()), site, children).run()
+        results = Runner(lister, planned, Console(lister, planned, io.StringIO()), others, children).run()
     _remark(*filter(None, [results.unmatched()]))
     left = {file.job.key for file in results.files if file.tests()}
     jobs = [job for job in planned.jobs if job.key in left]
     return dataclasses.replace(planned, jobs=jobs), ExitStatus.OK if jobs else ExitStatus.NOTHING_RAN
 
 
-def _run(run: RunTests, site: Site, planned: RunPlan, records: Records, children: Children) -> ExitStatus:
+def _run(run: RunTests, others: OtherRanks, planned: RunPlan, records: Records, children: Children) -> ExitStatus:
     from torch_fsdp_tests.dispatch.console import Console
     from torch_fsdp_tests.dispatch.runner import Runner
 
     _check(run, planned)
-    site.gather(run, planned.device_set.type)
+    others.gather(run, planned.device_set.type)
     console = Console(run, planned)
     _remark(*records.begin())
     # After the last file, while the reports are written, signals only change the exit status: reports must be complete.
-    children.note((signal.SIGINT, *host.ending_signals()))
-    runner = Runner(run, planned, console, site, children, records.keep)
+    children.note((signal.SIGINT, *system.ending_signals()))
+    runner = Runner(run, planned, console, others, children, records.keep)
     before = leaks.paths_below(run.test_directory) if run.is_own else set()
     results = runner.run_rounds()
     new = leaks.paths_below(run.test_directory) - before if run.is_own else set()

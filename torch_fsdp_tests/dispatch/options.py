@@ -19,7 +19,7 @@ from torch_fsdp_tests.dispatch import devices, keywords
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.plan import LONGEST
 from torch_fsdp_tests.dispatch.runtests import DEFAULT_DIRECTORY, REPORTS, RunTests
-from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.processes.launcher import Launch
 from torch_fsdp_tests.settings import BACKEND_VARIABLE, DEVICE_VARIABLE, TIMEOUT_VARIABLE, ConfigurationError
 
@@ -453,7 +453,7 @@ def _launch_problem(launch: Launch | None, run: RunTests) -> str | None:
     """A sentence that says which option cannot be used under this launcher and why, or None."""
     if launch is None:
         return None
-    if not host.can_fork():
+    if not system.can_fork():
         return "a launcher can only be used on Linux, where a process that has imported torch may fork"
     if (run.jobs or 1) > 1:
         return f"-j {run.jobs}: under a launcher files run one after the other, over all ranks; leave the option out"

@@ -26,7 +26,7 @@ from torch_fsdp_tests.reach.selection import Selection, select
 from torch_fsdp_tests.verdict import Scope, State, first_few, plural
 
 if TYPE_CHECKING:
-    from torch_fsdp_tests.dispatch.results import Results
+    from torch_fsdp_tests.dispatch.run_results import Results
 
 SHIPPED = Path(recording.__file__).parent / "data"
 KILLS = SHIPPED / "kills.jsonl"  # which tests killed mutants before

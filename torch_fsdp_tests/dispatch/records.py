@@ -15,7 +15,7 @@ from torch_fsdp_tests.dispatch.runtests import RunTests
 
 if TYPE_CHECKING:  # what only a run needs is imported late, so that a plan is fast
     from torch_fsdp_tests.dispatch.comparing import Rerun
-    from torch_fsdp_tests.dispatch.results import Results
+    from torch_fsdp_tests.dispatch.run_results import Results
 
 
 class Records:

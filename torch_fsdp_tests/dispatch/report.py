@@ -14,10 +14,10 @@ from typing import Any
 
 from torch_fsdp_tests import __version__, installation
 from torch_fsdp_tests.dispatch import atomic, devices, features, html_report
+from torch_fsdp_tests.dispatch.file_result import Attempt, FileResult
 from torch_fsdp_tests.dispatch.repeat import repeat_command
-from torch_fsdp_tests.dispatch.result import Attempt, FileResult
-from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.rounds import RANK_TIMES
+from torch_fsdp_tests.dispatch.run_results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.times import Needs
 from torch_fsdp_tests.verdict import State, TestResult, skip_rows

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch_fsdp_tests.dispatch.result import FileResult
+from torch_fsdp_tests.dispatch.file_result import FileResult
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.verdict import State, TestResult, by_cause, plural
 

@@ -13,20 +13,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch_fsdp_tests import installation, settings
-from torch_fsdp_tests.dispatch import coverage, devices, forkserver, plan, process
-from torch_fsdp_tests.dispatch.child import Orders
+from torch_fsdp_tests.dispatch import coverage, devices, file_process, forkserver, plan
 from torch_fsdp_tests.dispatch.console import Console
 from torch_fsdp_tests.dispatch.devices import CPU, DeviceSet
+from torch_fsdp_tests.dispatch.file_process import TestProcess
+from torch_fsdp_tests.dispatch.file_result import Attempt, EndKind, FileResult, ProcessEnd
+from torch_fsdp_tests.dispatch.other_ranks import OtherRanks
 from torch_fsdp_tests.dispatch.plan import Job
-from torch_fsdp_tests.dispatch.process import TestProcess
-from torch_fsdp_tests.dispatch.result import Attempt, EndKind, FileResult, ProcessEnd
-from torch_fsdp_tests.dispatch.results import Results
 from torch_fsdp_tests.dispatch.rounds import Rounds, numbers
+from torch_fsdp_tests.dispatch.run_file import Orders
 from torch_fsdp_tests.dispatch.run_plan import RunPlan
+from torch_fsdp_tests.dispatch.run_results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.dispatch.site import Site
 from torch_fsdp_tests.installed_torch import fixes
-from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.processes.children import Children
 from torch_fsdp_tests.settings import BACKEND_VARIABLE, DEVICE_VARIABLE, RANKS_VARIABLE
 from torch_fsdp_tests.verdict import Scope, State, events, plural
@@ -38,7 +38,7 @@ LIMIT_FACTOR = 10.0  # times the known time
 NO_LIMIT = 86400.0  # seconds; there is always a limit
 SLOW_AFTER = 60.0  # seconds until a running file is reported as slow, and then between two reports
 SLOW_FACTOR = 2.0  # times the recorded time; until then a file is not reported as slow
-assert SLOW_AFTER < MIN_LIMIT < UNKNOWN_LIMIT < NO_LIMIT and process.GRACE < MIN_LIMIT
+assert SLOW_AFTER < MIN_LIMIT < UNKNOWN_LIMIT < NO_LIMIT and file_process.GRACE < MIN_LIMIT
 assert SLOW_FACTOR < LIMIT_FACTOR
 
 
@@ -86,7 +86,7 @@ def _requested_settings(run: RunTests) -> dict[str, str]:
 def start_forks(run: RunTests, device_set: DeviceSet, children: Children) -> None:
     """Start the fork server of test files that import torch, if its forks equal fresh interpreters."""
     same_environment = device_set.lendable is None and not run.coverage
-    if same_environment and not children.has_server and children.adopts and host.can_fork():
+    if same_environment and not children.has_server and children.adopts and system.can_fork():
         environment = {**os.environ, **_requested_settings(run)}
         children.start_server(["-m", forkserver.__name__], environment, run.test_directory)
 
@@ -107,13 +107,13 @@ class Runner:
         run: RunTests,
         planned: RunPlan,
         console: Console,
-        site: Site,
+        others: OtherRanks,
         children: Children,
         keep: Callable[[Results], None] = lambda results: None,
     ) -> None:
         """``keep`` is called with the results whenever a file has ended."""
         self._keep, self._planned = keep, planned
-        self._site, self._children = site, children
+        self._others, self._children = others, children
         self._ended: list[tuple[int, int]] = []  # processes that have ended here, and their statuses
         self._run, self._console, self._devices = run, console, planned.device_set
         self._slots = len(planned.slots)
@@ -124,9 +124,9 @@ class Runner:
         self._requested_settings = _requested_settings(run)
         self._environment = {**os.environ, **self._requested_settings}
         self.results = Results(run, planned.entries, under_test=console.under_test, slots=planned.slots)
-        self.results.hosts = site.hosts()
+        self.results.hosts = others.hosts()
         self.results.rounds = Rounds() if run.is_repeated else None
-        site.watch(children)
+        others.watch(children)
         self._stopping = False
         self._measure: tuple[str, ...] = ()
         self._probed: dict[int, Any] = {}  # what a file found out about its devices, by the number of lent devices
@@ -165,7 +165,7 @@ class Runner:
         planned = dataclasses.replace(self._planned, jobs=jobs)
         console = Console(run, planned)
         console.say(f"\nwithout the change: {plural(len(jobs), 'job')}")
-        return Runner(run, planned, console, self._site, self._children).run()
+        return Runner(run, planned, console, self._others, self._children).run()
 
     def run_rounds(self) -> Results:
         """Run all jobs once, or in rounds where the options ask for them."""
@@ -208,8 +208,8 @@ class Runner:
         part = job.part
         lent, self._free = tuple(self._free[: job.slots]), self._free[job.slots :]
         orders = Orders(os.getpid(), run, part, waiting.only, self._planned.entries, self._devices.type)
-        at_site = self._site.begin(run, part.name, self._requested_settings)
-        environment = {**self._environment, **self._devices.environment(lent), **at_site}
+        elsewhere = self._others.begin(run, part.name, self._requested_settings)
+        environment = {**self._environment, **self._devices.environment(lent), **elsewhere}
         if len(lent) in self._probed:
             environment[events.PROBED_VARIABLE] = json.dumps(self._probed[len(lent)])
         now = self._now()
@@ -218,31 +218,31 @@ class Runner:
             started.start(orders, environment, self._measure)
         except (OSError, subprocess.SubprocessError) as error:
             self._free = sorted([*self._free, *lent])
-            self._finish(waiting, process.not_started(job, str(error), now))
+            self._finish(waiting, file_process.not_started(job, str(error), now))
             return
         self._running[started.child.pid] = (started, waiting)
 
-    def _check_site(self) -> None:
+    def _check_others(self) -> None:
         """Handle what has happened at the other ranks of a launch."""
-        site = self._site
+        others = self._others
         for running, _ in self._running.values():
             if not running.child.is_gone:
-                site.call(running.ranks)
-        if (why := site.check_time()) is not None:
+                others.call(running.ranks)
+        if (why := others.check_time()) is not None:
             self._stop_all(ProcessEnd(EndKind.LOST, why))
         self._handle_loss()
-        while self._ended and not site.busy:
+        while self._ended and not others.busy:
             self._conclude(*self._ended.pop(0))
 
     def _handle_loss(self) -> None:
         """End the run if a process of the launch is gone."""
-        site = self._site
-        if site.lost is not None and self.results.lost is None:
-            self.results.lost = site.lost
-            self.results.hosts.lose(site.lost_host)
-            self._console.say(site.lost)
+        others = self._others
+        if others.lost is not None and self.results.lost is None:
+            self.results.lost = others.lost
+            self.results.hosts.lose(others.lost_host)
+            self._console.say(others.lost)
             self._stopping = True
-            self._stop_all(ProcessEnd(EndKind.LOST, site.lost_process))
+            self._stop_all(ProcessEnd(EndKind.LOST, others.lost_process))
 
     def _stop_all(self, why: ProcessEnd) -> None:
         for running, _ in self._running.values():
@@ -254,13 +254,13 @@ class Runner:
             return
         due = min(self._slow_at(running) for running, _ in self._running.values())
         due = min(due, self._now() + self._console.refresh) + self._epoch
-        ended = [(child.pid, status) for child, status in self._children.wait(min(due, self._site.due()))]
+        ended = [(child.pid, status) for child, status in self._children.wait(min(due, self._others.due()))]
         self._handle_loss()  # before the signal that a launcher sends because of it
         self._handle_signals()
         if ended:
             self._ended += ended
-            self._site.end()
-        self._check_site()
+            self._others.end()
+        self._check_others()
         now = self._now()
         for running, _ in self._running.values():
             self._learn(running)
@@ -290,7 +290,7 @@ class Runner:
 
     def _handle_signals(self) -> None:
         signals = self._children.signals
-        elsewhere, self._site.signals = self._site.signals, []
+        elsewhere, self._others.signals = self._others.signals, []
         if not signals and self.results.signal is None:
             signals += elsewhere[:1]  # a launcher signals all its processes; that does not count as a second request
         while signals:
@@ -305,7 +305,7 @@ class Runner:
 
     def _conclude(self, pid: int, status: int) -> None:
         running, waiting = self._running.pop(pid)
-        attempt = running.conclude(status, self._now(), *self._site.report())
+        attempt = running.conclude(status, self._now(), *self._others.report())
         self._free = sorted([*self._free, *running.lent])
         self._learn(running)
         self._finish(waiting, attempt)

@@ -21,10 +21,10 @@ from typing import Any
 
 from torch_fsdp_tests import installation
 from torch_fsdp_tests.device import machine
-from torch_fsdp_tests.dispatch import child, devices, forkserver
+from torch_fsdp_tests.dispatch import devices, forkserver, run_file
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.installed_torch import fixes
-from torch_fsdp_tests.processes import host, peers
+from torch_fsdp_tests.processes import peers, system
 from torch_fsdp_tests.processes.children import Child, Children
 from torch_fsdp_tests.processes.launcher import Launch
 
@@ -141,7 +141,7 @@ class Worker:
         self._file: Child | None = None
         self._is_ending = False
         self._status = ExitStatus.BROKEN  # if rank 0 leaves without a message
-        handled = (signal.SIGINT, *host.ending_signals())
+        handled = (signal.SIGINT, *system.ending_signals())
         for number in handled:  # until rank 0 knows this process, a signal ends it
             signal.signal(number, signal.SIG_DFL)
         self._rank_0, _ = peers.join(launch, ORDERS)
@@ -189,8 +189,8 @@ class Worker:
         cwd = self._root / order.test_directory
         self._number, self._is_ending = order.number, False
         self._file = self._children.start(
-            ["-m", child.__name__],
-            [child.RANK_PROCESS, str(os.getpid()), str(cwd / f"{order.name}.py"), *order.arguments],
+            ["-m", run_file.__name__],
+            [run_file.RANK_PROCESS, str(os.getpid()), str(cwd / f"{order.name}.py"), *order.arguments],
             {**self._environment, **order.environment, **self._launch.variables(order.attempt)},
             self._children.make_directory(),
             cwd,
@@ -206,7 +206,7 @@ class Worker:
     def _wait(self) -> None:
         """Wait for messages, and report the end of the file's process."""
         for ended, status in self._children.wait():
-            output = host.head_and_tail(ended.output, OUTPUT_SENT)
+            output = system.head_and_tail(ended.output, OUTPUT_SENT)
             self._rank_0.tell(FileEnded(self._number, status, output.strip()))
         self._clean_up()
 

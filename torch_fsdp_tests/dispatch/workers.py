@@ -22,9 +22,9 @@ from torch_fsdp_tests.device.machine import LIMIT
 from torch_fsdp_tests.dispatch import worker
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.hosts import Host, Hosts
+from torch_fsdp_tests.dispatch.other_ranks import LaunchFailure, OtherRanks
 from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.dispatch.site import LaunchFailure, Site
-from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.processes.children import Children
 from torch_fsdp_tests.processes.launcher import Launch
 from torch_fsdp_tests.processes.messages import Connection, MessageError
@@ -46,8 +46,8 @@ class _Part:
     over: worker.FileOver | None = None
 
 
-class Workers(Site):
-    """The site of a launch: the processes of all other ranks, in order of rank."""
+class Workers(OtherRanks):
+    """The processes of all other ranks, in order of rank."""
 
     def __init__(self, launch: Launch) -> None:
         self.launch, self.world_size = launch, launch.world_size
@@ -186,7 +186,7 @@ class Workers(Site):
             return None
         for rank, part in sorted(self._parts.items()):
             if part.ended is not None and now >= part.ended_at + END_DELAY:
-                return f"the file's process {self._where(rank)}, which {death(host.how_ended(part.ended.status))}"
+                return f"the file's process {self._where(rank)}, which {death(system.how_ended(part.ended.status))}"
         return None
 
     def _where(self, rank: int) -> str:
@@ -203,7 +203,7 @@ class Workers(Site):
             if over.was_killed:
                 notes.append(f"the file's process {where} did not exit within {worker.PATIENCE:g} s, and was killed")
             elif early or os.WIFSIGNALED(part.ended.status):
-                notes.append(f"the file's process {where} ended early: it {death(host.how_ended(part.ended.status))}")
+                notes.append(f"the file's process {where} ended early: it {death(system.how_ended(part.ended.status))}")
             else:
                 continue
             output.append(f"--- the file's process {where} printed ---\n{part.ended.output}")

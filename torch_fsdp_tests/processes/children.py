@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.processes.forkserver import start_fresh
 from torch_fsdp_tests.processes.leaks import end_strays
-from torch_fsdp_tests.processes.programs import ProgramServer
+from torch_fsdp_tests.processes.program_server import ProgramServer
 from torch_fsdp_tests.processes.reaper import Reaper
 from torch_fsdp_tests.processes.wakeup import Wakeup
 
@@ -38,7 +38,7 @@ class Child:
         self.due = limit  # the time, as of time.monotonic(), at which it is asked to end, or is killed
         self.reached_limit = False
         self.is_gone = False
-        self.used: host.Used | None = None  # known when it is gone
+        self.used: system.Used | None = None  # known when it is gone
         self._asked_to_end = False
 
     @property
@@ -56,7 +56,7 @@ class Child:
 
     def kill(self) -> None:
         """Kill its process group at once."""
-        host.kill_group(self.pid)
+        system.kill_group(self.pid)
 
     def check(self) -> None:
         """At the time limit ask it to end, and after its grace period kill its group."""
@@ -75,10 +75,10 @@ class Children:
     def __init__(self, prefix: str, signals: Iterable[int] = ()) -> None:
         """``signals`` are noted in ``self.signals``, and end :meth:`wait`. :meth:`note` adds more."""
         self.directory = Path(tempfile.mkdtemp(prefix=prefix))
-        self._others = set(host.children())  # children of the program that ran in this process before
+        self._others = set(system.children())  # children of the program that ran in this process before
         self._reaper = Reaper(self.directory)
         self._others.add(self._reaper.pid)
-        self.adopts = host.adopt_orphans()
+        self.adopts = system.adopt_orphans()
         self._server: ProgramServer | None = None
         self._there: dict[int, Child] = {}
         self._wakeup = Wakeup(signals)
@@ -168,7 +168,7 @@ class Children:
         return [] if self._server is None else self._server.remarks
 
     def start_server(self, program: Sequence[str], environment: Mapping[str, str], cwd: Path) -> None:
-        """Start this program as the fork server (see :func:`.programs.serve`). Once it is ready, it forks children."""
+        """Start this program as the fork server (:func:`.program_server.serve`), which then forks children."""
         self._server = ProgramServer(program, environment, cwd, self.directory)
         self._others.add(self._server.pid)
 
@@ -177,15 +177,15 @@ class Children:
         if self._server is None:
             return
         self._server.close()
-        if not host.has_ended(self._server.pid):  # while it imports, it does not see that the connection is closed
-            host.kill_group(self._server.pid)
+        if not system.has_ended(self._server.pid):  # while it imports, it does not see that the connection is closed
+            system.kill_group(self._server.pid)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(self._server.pid, 0)
         self._server = None
 
     def wait_for_server(self) -> None:
         """Wait until the server can fork or is gone, or a signal comes."""
-        while self._server is not None and not self._server.ready and not host.has_ended(self._server.pid):
+        while self._server is not None and not self._server.ready and not system.has_ended(self._server.pid):
             if self.signals:
                 return
             self._sleep(TICK)
@@ -207,7 +207,7 @@ class Children:
         """
         self._sleep(min([until, *(child.due for child in self._there.values())]) - time.monotonic())
         ended = []
-        for pid, status, used in host.ended_children():
+        for pid, status, used in system.ended_children():
             if (child := self._there.pop(pid, None)) is not None:
                 child.is_gone, child.used = True, used
                 ended.append((child, status))

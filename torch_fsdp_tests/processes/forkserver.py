@@ -2,7 +2,7 @@
 
 An import of torch takes seconds, and a fork takes milliseconds. Each server defines its requests, and what happens to a
 child. The rank server (:mod:`torch_fsdp_tests.ranks.server`) keeps its children and watches them. The server in
-:mod:`torch_fsdp_tests.processes.programs` hands them over to its requester.
+:mod:`torch_fsdp_tests.processes.program_server` hands them over to its requester.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.processes.messages import Connection
 from torch_fsdp_tests.processes.wakeup import Wakeup
 
@@ -84,7 +84,7 @@ class ForkServer:
         self._requester = os.getppid()
         self._brought: tuple[int, ...] = ()  # descriptors that were sent with the request
         self.wakeup = Wakeup([signal.SIGHUP])  # SIGHUP only wakes the server
-        host.signal_on_parents_death(signal.SIGHUP)  # at the end of the forking thread; see serve()
+        system.signal_on_parents_death(signal.SIGHUP)  # at the end of the forking thread; see serve()
 
     def serve(self) -> Any:
         """Serve one request after the other. Returns None when the requester is gone.

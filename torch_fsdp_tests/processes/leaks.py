@@ -16,7 +16,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
-from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes import system
 
 TIDY_LIMIT = 2.0  # seconds for multiprocessing's resource trackers to clean up
 _TICK = 0.005  # seconds between two looks at a tracker
@@ -36,11 +36,11 @@ def end_strays(spared: Collection[int], directory: Path | None = None) -> list[s
     """
     ended: list[str] = []
     spared = set(spared)
-    while strays := [pid for pid in host.children() if pid not in spared and (not directory or _in(pid, directory))]:
-        commands = {pid: host.command_of(pid) for pid in strays}
+    while strays := [pid for pid in system.children() if pid not in spared and (not directory or _in(pid, directory))]:
+        commands = {pid: system.command_of(pid) for pid in strays}
         for pid in [pid for pid in strays if _TRACKER not in commands[pid]] or strays:
             patience = time.monotonic() + TIDY_LIMIT * (_TRACKER in commands[pid])
-            while not (has_ended := host.has_ended(pid)) and time.monotonic() < patience:
+            while not (has_ended := system.has_ended(pid)) and time.monotonic() < patience:
                 time.sleep(_TICK)
             if not has_ended and not _is_servant(commands[pid]):
                 ended.append(commands[pid])
@@ -72,7 +72,7 @@ class Belongings:
 
     def __init__(self) -> None:
         self._threads = set(threading.enumerate())
-        self._children = set(host.children())
+        self._children = set(system.children())
         self._shared = _tracked_files()
 
     def new_threads(self) -> list[threading.Thread]:
@@ -82,7 +82,7 @@ class Belongings:
     def end_new_children(self) -> list[str]:
         """Kill new child processes, except ``_SERVANTS``, and return the command line of each."""
         return end_strays(
-            {pid for pid in host.children() if pid in self._children or _is_servant(host.command_of(pid))}
+            {pid for pid in system.children() if pid in self._children or _is_servant(system.command_of(pid))}
         )
 
     def end_tracked_files(self) -> list[str]:
@@ -92,7 +92,7 @@ class Belongings:
         """
         tracker = sys.modules.get("multiprocessing.resource_tracker")
         before = _tracked_files()
-        if tracker is None or before <= self._shared or tracker._resource_tracker._pid not in host.children():
+        if tracker is None or before <= self._shared or tracker._resource_tracker._pid not in system.children():
             return []
         tracker._resource_tracker._stop()
         return sorted(before - self._shared - _tracked_files())

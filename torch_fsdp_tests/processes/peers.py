@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.processes.launcher import Launch
 from torch_fsdp_tests.processes.messages import Connection, MessageError, watch_for_loss
 
@@ -109,7 +109,7 @@ class Peers:
     """Rank 0's side. ``expected`` are the types of message that the others may send."""
 
     def __init__(self, launch: Launch, expected: Iterable[type]) -> None:
-        host.allow_open_files(OWN_FILES + MOST_STRANGERS + 2 * launch.world_size)  # dismiss() doubles the connections
+        system.allow_open_files(OWN_FILES + MOST_STRANGERS + 2 * launch.world_size)  # dismiss() doubles the connections
         self.launch = launch
         self.of_rank: dict[int, Peer] = {}  # peers that have connected
         self._expected = tuple(expected)
@@ -202,7 +202,7 @@ def join(launch: Launch, expected: Iterable[type]) -> tuple[Connection, str]:
     watch_for_loss(end)
     rank_0 = Connection(end, expected)
     rank_0.send(Hello(secret, launch.rank, launch.local_rank, socket.gethostname(), os.getpid(), clock()))
-    return rank_0, host.interface_of(end.getsockname()[0])
+    return rank_0, system.interface_of(end.getsockname()[0])
 
 
 def own_address(launch: Launch) -> str:
@@ -213,7 +213,7 @@ def own_address(launch: Launch) -> str:
     """
     if launch.one_host or _is_loopback(launch.address):
         return "127.0.0.1"
-    named = host.address_of(os.environ.get(INTERFACE_VARIABLE, "").partition(",")[0])
+    named = system.address_of(os.environ.get(INTERFACE_VARIABLE, "").partition(",")[0])
     if named:
         return named
     for goal in (launch.address, _ELSEWHERE):

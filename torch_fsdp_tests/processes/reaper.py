@@ -14,7 +14,7 @@ import signal
 import socket
 from pathlib import Path
 
-from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.processes.forkserver import forked
 from torch_fsdp_tests.processes.messages import Connection
 
@@ -62,5 +62,5 @@ def _reap(program: Connection, directory: Path) -> None:
     while (group := program.receive()) is not None:
         (groups.add if group.there else groups.discard)(group.number)
     for leader in groups:
-        host.kill_group(leader)
+        system.kill_group(leader)
     shutil.rmtree(directory, ignore_errors=True)

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from torch_fsdp_tests import settings
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.processes import host, launcher
+from torch_fsdp_tests.processes import launcher, system
 from torch_fsdp_tests.processes.peers import GATHER_LIMIT, INTERFACE_VARIABLE, Dismiss, Peer, Peers, in_time_of, join
 from torch_fsdp_tests.ranks import protocol, rendezvous
 from torch_fsdp_tests.ranks import rank as rank_side
@@ -143,7 +143,7 @@ class LaunchedRanks:
         self._workers = self._all.gather(list(processes))
         order = self._all.start_rank(task, self.file_name, self._workers)
         unchanged = dataclasses.replace(order, changed={}, removed=())
-        interface = host.interface_of(self._all.peers.address)
+        interface = system.interface_of(self._all.peers.address)
         self._here.start(task, [0], _environment(self._all.launch, 0, unchanged, interface))
         self._running = {worker.rank for worker in self._workers}
         for worker in self._workers:
@@ -315,7 +315,7 @@ def _follow_rank_0(launch: launcher.Launch) -> NoReturn:
         if worker is not None:
             worker.close()
         close_server()
-        host.flush_outputs()
+        system.flush_outputs()
         os._exit(status)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.processes.leaks import remove_files
 from torch_fsdp_tests.processes.messages import Connection
 from torch_fsdp_tests.ranks import protocol
@@ -180,7 +180,7 @@ class LocalRanks:
             process.read_words()
             stacks = shorten_stacks(process.words.decode(errors="backslashreplace"))
             written = process.output.exists()
-            output = host.head_and_tail(process.output, TEXT_LIMIT, process.output_start) if written else ""
+            output = system.head_and_tail(process.output, TEXT_LIMIT, process.output_start) if written else ""
             remains.append(protocol.Remains(index, stacks, output.strip()))
         leaks = tuple(remove_files(self._directory / "tmp", self._pids))
         if close:
@@ -198,4 +198,4 @@ class LocalRanks:
 
 def environment_of_ranks() -> dict[str, str]:
     """This process' environment, with the loopback interface for gloo unless another one is set."""
-    return {"GLOO_SOCKET_IFNAME": host.loopback_interface(), **accelerator.environment(), **os.environ}
+    return {"GLOO_SOCKET_IFNAME": system.loopback_interface(), **accelerator.environment(), **os.environ}

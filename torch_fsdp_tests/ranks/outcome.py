@@ -13,7 +13,7 @@ import unittest
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.verdict import (
     Phase,
     RankResult,
@@ -63,13 +63,13 @@ class Ending:
     @property
     def facts(self) -> dict[str, Any]:
         """The fields of a rank's result."""
-        name = None if self.signal is None or self.ours else host.signal_name(self.signal)
+        name = None if self.signal is None or self.ours else system.signal_name(self.signal)
         return {"exit_code": self.code, "signal": name, "stopped": self.stopped, "killed": self.ours}
 
     def in_words(self) -> str:
         if self.exitcode is None:
             return "was still running"
-        return death(self.code if self.signal is None else host.signal_name(self.signal))
+        return death(self.code if self.signal is None else system.signal_name(self.signal))
 
 
 class _ToldByRanks(Exception):
@@ -261,7 +261,7 @@ def _judged(rank: RankResult, limit: float, skip_codes: Mapping[int, str], expec
 
 
 def _has_code(rank: RankResult, code: int) -> bool:
-    return not rank.killed and (rank.exit_code == code if code > 0 else rank.signal == host.signal_name(-code))
+    return not rank.killed and (rank.exit_code == code if code > 0 else rank.signal == system.signal_name(-code))
 
 
 def _skip_reason(rank: RankResult, skip_codes: Mapping[int, str]) -> str | None:

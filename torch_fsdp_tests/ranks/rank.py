@@ -26,7 +26,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests.processes import foreign, host, messages
+from torch_fsdp_tests.processes import foreign, messages, system
 from torch_fsdp_tests.processes.messages import Connection
 from torch_fsdp_tests.ranks import rendezvous
 from torch_fsdp_tests.ranks.protocol import TO_RANK, Leaked, Leaving, Raised, RunTest, Start, Waits
@@ -34,7 +34,7 @@ from torch_fsdp_tests.verdict import RankResult, events
 
 __unittest = True  # unittest leaves the frames of such modules out of tracebacks
 
-STACKS_SIGNAL = host.stacks_signal()  # makes a rank write the Python stacks of all its threads into the separate pipe
+STACKS_SIGNAL = system.stacks_signal()  # makes a rank write the Python stacks of all its threads into the separate pipe
 LEFT_WITHOUT_CLASS = 70  # EX_SOFTWARE: the rank could not find the test class
 
 # Test classes by module and qualified name. The server is forked off the test process once all test files are loaded,
@@ -146,7 +146,7 @@ def main(request: Start, index: int, channel: int, last_words: int, server: int)
         code = 0
         atexit._run_exitfuncs()
     except SystemExit as leaving:
-        code = host.exit_status(leaving)
+        code = system.exit_status(leaving)
         os.write(last_words, traceback.format_exc().encode(errors="backslashreplace"))
     except LookupError as error:
         code = LEFT_WITHOUT_CLASS
@@ -154,7 +154,7 @@ def main(request: Start, index: int, channel: int, last_words: int, server: int)
     except BaseException:
         os.write(last_words, traceback.format_exc().encode(errors="backslashreplace"))
     finally:
-        host.flush_outputs()
+        system.flush_outputs()
         os._exit(code)
 
 
@@ -171,8 +171,8 @@ def _settle(request: Start, index: int, last_words: int, server: int) -> None:
 
 
 def _leave_parent(server: int) -> None:
-    host.die_with_parent(server)  # first, because the server may die at any moment
-    host.favour_throughput()
+    system.die_with_parent(server)  # first, because the server may die at any moment
+    system.favour_throughput()
     if os.getsid(0) != os.getpid():  # a fresh interpreter leads its session already
         os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test process handles Ctrl-C, and ends the ranks

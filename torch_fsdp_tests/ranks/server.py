@@ -29,7 +29,7 @@ from typing import Any
 from torch_fsdp_tests import settings
 from torch_fsdp_tests.device import accelerator, accelerator_probe
 from torch_fsdp_tests.installed_torch import torch_facts
-from torch_fsdp_tests.processes import foreign, forkserver, host, messages
+from torch_fsdp_tests.processes import foreign, forkserver, messages, system
 from torch_fsdp_tests.processes.leaks import TIDY_LIMIT, end_strays
 from torch_fsdp_tests.processes.messages import Connection
 from torch_fsdp_tests.ranks import protocol, rank
@@ -131,7 +131,7 @@ class Server(forkserver.ForkServer):
     def collect(self) -> None:
         """Collect every child that has ended or stopped, and report ranks among them to the test process."""
         super().collect()
-        for pid, status, _ in host.ended_children(os.WUNTRACED):
+        for pid, status, _ in system.ended_children(os.WUNTRACED):
             for start, there in self._starts.items():
                 if pid in there and os.WIFSTOPPED(status):
                     self.control.tell(protocol.Stopped(start, there[pid]))
@@ -183,7 +183,7 @@ class ServerHandle:
 
     @staticmethod
     def _fork(ours: socket.socket, theirs: socket.socket) -> int:
-        host.flush_outputs()
+        system.flush_outputs()
 
         def run() -> None:
             ours.close()
@@ -215,7 +215,7 @@ def living_server() -> ServerHandle:
             atexit.register(close_server)
         else:
             _server.connection.close()
-        _server = ServerHandle(forked=first and host.can_fork())
+        _server = ServerHandle(forked=first and system.can_fork())
     return _server
 
 
@@ -236,7 +236,7 @@ def fresh() -> None:
 def _run(control: socket.socket) -> None:
     """Run the server. Never returns."""
     stream.detach()
-    host.adopt_orphans()
+    system.adopt_orphans()
     server = Server(control)
     for remark in forkserver.preload(torch_facts.PRELOADED, torch_facts.IMPORTED_LATE):
         print(f"torch_fsdp_tests: {remark}", file=sys.stderr, flush=True)
@@ -275,7 +275,7 @@ def forks_work() -> bool:
     started it: torch's inductor of 2.11 asks whether CUDA is available, for example.
     """
     device = accelerator.current()
-    if not host.can_fork() or not device.has("fork"):
+    if not system.can_fork() or not device.has("fork"):
         return False
     works = device.is_cpu or accelerator_probe.computes_after_fork(device.type)
     if not works:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from torch_fsdp_tests.dispatch.devices import cores
 from torch_fsdp_tests.dispatch.options import Parser
-from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes import system
 
 OURS = "torch_fsdp_tests"
 UPSTREAM = "torch.testing._internal"
@@ -82,11 +82,11 @@ class Run:
     """One run of a generated file: its wall time, and the stamps that its tests left."""
 
     def __init__(self, prefix: str, ranks: int, tests: int) -> None:
-        from torch_fsdp_tests.processes import host
+        from torch_fsdp_tests.processes import system
 
         with tempfile.TemporaryDirectory(prefix="torch_fsdp_tests-") as folder:
             file, stamps = Path(folder, "test_cost.py"), Path(folder, "stamps")
-            source = _SOURCE.format(prefix=prefix, ranks=ranks, tests=tests, interface=host.loopback_interface())
+            source = _SOURCE.format(prefix=prefix, ranks=ranks, tests=tests, interface=system.loopback_interface())
             file.write_text(source)
             root = str(Path(__file__).resolve().parents[3])
             environment = os.environ | {"BENCHMARK_STAMPS": str(stamps), "PYTHONPATH": root}
@@ -195,4 +195,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    host.run_command("benchmark", main)
+    system.run_command("benchmark", main)

@@ -15,7 +15,7 @@ from torch_fsdp_tests.installed_torch.upstream_names import (
     tree_of,
 )
 from torch_fsdp_tests.installed_torch.upstream_tables import BORROWED, INSTEAD, OF_RANKS
-from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes import system
 
 
 def left() -> Iterator[str]:
@@ -49,4 +49,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    host.run_command("upstream_names", main)
+    system.run_command("upstream_names", main)

@@ -31,7 +31,7 @@ from torch_fsdp_tests.common_fsdp import FSDPTestContinuous, FSDPTestMultiThread
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.device import machine
 from torch_fsdp_tests.device.accelerator import Accelerator
-from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.ranks import RankGroup, group, server
 
 FOREVER = 1000  # seconds
@@ -552,7 +552,7 @@ class ProcessLeaks(Leaks, Processes):
         torch.multiprocessing.set_sharing_strategy("file_system")
         if self.rank == 1:
             tensor = torch.ones(1).share_memory_()
-            for manager in host.children():  # it would remove the file
+            for manager in system.children():  # it would remove the file
                 os.kill(manager, signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL if tensor.is_shared() else 0)
 

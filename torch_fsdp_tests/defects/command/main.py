@@ -19,7 +19,7 @@ from torch_fsdp_tests.dispatch.atomic import json_rows, write_text
 from torch_fsdp_tests.dispatch.devices import cores
 from torch_fsdp_tests.dispatch.options import Parser
 from torch_fsdp_tests.installed_torch import fixes
-from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.settings import ConfigurationError
 from torch_fsdp_tests.verdict import plural
 
@@ -94,8 +94,8 @@ def _some_of(kind: type[enum.Enum]) -> Callable[[str], Collection[enum.Enum]]:
 
 
 def main(argv: Sequence[str]) -> int:
-    host.exit_if_unsupported()
-    host.exit_on_signals()
+    system.exit_if_unsupported()
+    system.exit_on_signals()
     try:
         return _answer(parse(argv))
     except (InvalidQuery, ConfigurationError, fixes.NotFixed) as error:

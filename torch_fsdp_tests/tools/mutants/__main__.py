@@ -17,7 +17,7 @@ from torch_fsdp_tests.dispatch import devices, reaching
 from torch_fsdp_tests.dispatch.discover import discover, source_of
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.select import select
-from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.reach import ReachMap
 from torch_fsdp_tests.reach.order import kills_in
 from torch_fsdp_tests.tools.mutants import mutant, options, report
@@ -30,8 +30,8 @@ from torch_fsdp_tests.verdict import plural, seconds
 
 
 def main(argv: Sequence[str]) -> ExitStatus:
-    host.exit_if_unsupported()
-    host.exit_on_signals()
+    system.exit_if_unsupported()
+    system.exit_on_signals()
     try:
         return _main(options.parse(argv))
     except ValueError as error:  # its message is one sentence: of a bad list, map, device or name
@@ -129,4 +129,4 @@ def _say(words: str) -> None:
 
 
 if __name__ == "__main__":
-    host.run_command("mutants", main)
+    system.run_command("mutants", main)

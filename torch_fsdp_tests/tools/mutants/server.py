@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from torch_fsdp_tests.dispatch import child, forkserver
-from torch_fsdp_tests.processes import programs
+from torch_fsdp_tests.dispatch import forkserver, run_file
+from torch_fsdp_tests.processes import program_server
 from torch_fsdp_tests.tools.mutants import hook
 
 
@@ -28,12 +28,12 @@ def main(argv: Sequence[str]) -> None:
         gc.freeze()
         return remarks
 
-    command = programs.serve(ends, prepare)
+    command = program_server.serve(ends, prepare)
     id = os.environ.get(hook.VARIABLE, "")
     hook.install(id, forgotten)
     if id:
         sys.path.insert(1, str(hook.SITE))  # ranks that are not forked get this path
-    child.main(command)
+    run_file.main(command)
 
 
 if __name__ == "__main__":

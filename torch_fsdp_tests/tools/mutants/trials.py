@@ -14,12 +14,12 @@ from pathlib import Path
 
 from torch_fsdp_tests import installation, settings
 from torch_fsdp_tests.dispatch import devices
-from torch_fsdp_tests.dispatch.child import Orders
+from torch_fsdp_tests.dispatch.file_process import TestProcess
+from torch_fsdp_tests.dispatch.file_result import Attempt
 from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun
-from torch_fsdp_tests.dispatch.process import TestProcess
-from torch_fsdp_tests.dispatch.result import Attempt
+from torch_fsdp_tests.dispatch.run_file import Orders
 from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.processes.children import Children
 from torch_fsdp_tests.reach import Reached
 from torch_fsdp_tests.reach.order import FIRST_BATCH, MAX_BATCH, batches, within
@@ -72,7 +72,7 @@ class Trials:
         """Yield each mutant's finding as soon as it is known. If the caller stops, all running processes are ended."""
         waiting = collections.deque(mutants)
         at_a_time = self._options.jobs
-        may_fork = self._device == devices.CPU and host.can_fork()
+        may_fork = self._device == devices.CPU and system.can_fork()
         with Children("mutants-") as self._children:
             if may_fork and self._children.adopts and len(waiting) > WORTH_A_SERVER * at_a_time:
                 program = ("-m", "torch_fsdp_tests.tools.mutants.server", ",".join(self._forgotten))

@@ -19,7 +19,7 @@ from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.options import Parser
 from torch_fsdp_tests.dispatch.runtests import REPORTS
-from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.processes.children import Children
 from torch_fsdp_tests.tools.versions import environments, table
 from torch_fsdp_tests.tools.versions.environments import CannotBeMade, InvalidRequest, Maker, Version
@@ -71,7 +71,7 @@ def _parser() -> Parser:
 
 def main(argv: Sequence[str]) -> ExitStatus:
     """Run the versions that the arguments name, and show the table of all results."""
-    host.exit_if_unsupported()
+    system.exit_if_unsupported()
     cut = list(argv).index("--") if "--" in argv else len(argv)
     options = _parser().parse_args(argv[:cut])
     try:
@@ -108,7 +108,7 @@ def _run_all(given: argparse.Namespace, handed_on: Sequence[str]) -> Mapping[str
     if listed.returncode:  # it has printed why
         raise SystemExit(listed.returncode)
     problems = {}
-    with Children("versions-", (signal.SIGINT, *host.ending_signals())) as children, _alone(given.output):
+    with Children("versions-", (signal.SIGINT, *system.ending_signals())) as children, _alone(given.output):
 
         def command(words: Sequence[str]) -> int:
             """Run a command with its output on stderr, and return its status."""
@@ -169,4 +169,4 @@ def _tell(options: argparse.Namespace, rows: Sequence[table.Row]) -> ExitStatus:
 
 
 if __name__ == "__main__":
-    host.run_command("versions", main)
+    system.run_command("versions", main)

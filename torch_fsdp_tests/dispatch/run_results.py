@@ -11,8 +11,8 @@ from typing import Any
 from torch_fsdp_tests.dispatch import keywords
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.expectations import Entry
+from torch_fsdp_tests.dispatch.file_result import FileResult
 from torch_fsdp_tests.dispatch.hosts import Hosts
-from torch_fsdp_tests.dispatch.result import FileResult
 from torch_fsdp_tests.dispatch.rounds import Rounds
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.verdict import Scope, State, TestResult, tally

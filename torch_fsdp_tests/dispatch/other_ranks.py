@@ -1,6 +1,6 @@
-"""Where a run happens. This module has the usual site: this machine alone.
+"""The other ranks of a launch, at which files also run. This module has the usual case: there are none.
 
-Under a launcher, files also run at the other ranks: :class:`~torch_fsdp_tests.dispatch.workers.Workers`.
+Under a launcher they are :class:`~torch_fsdp_tests.dispatch.workers.Workers`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:  # a plan starts no process
     from torch_fsdp_tests.processes.children import Children
 
 
-class Site:
-    """A site with this process alone, so most of its methods have nothing to do."""
+class OtherRanks:
+    """No other ranks, so most methods have nothing to do."""
 
     world_size: int | None = None  # of the launch
     lost: str | None = None  # a sentence about the first process of the launch that is gone

@@ -11,12 +11,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch_fsdp_tests.dispatch import child
+from torch_fsdp_tests.dispatch import run_file
 from torch_fsdp_tests.dispatch.atomic import naming
-from torch_fsdp_tests.dispatch.child import Orders
+from torch_fsdp_tests.dispatch.file_result import Attempt, EndKind, ProcessEnd, worst_of_each
 from torch_fsdp_tests.dispatch.plan import Job
-from torch_fsdp_tests.dispatch.result import Attempt, EndKind, ProcessEnd, worst_of_each
-from torch_fsdp_tests.processes import host, messages
+from torch_fsdp_tests.dispatch.run_file import Orders
+from torch_fsdp_tests.processes import messages, system
 from torch_fsdp_tests.processes.children import Child, Children
 from torch_fsdp_tests.verdict import FILE_ITSELF, Phase, Scope, State, TestResult, first_few, stream
 
@@ -63,7 +63,7 @@ class TestProcess:
         os.set_blocking(self._events, False)
         try:
             self.child = self._children.start(
-                [*measure, "-m", child.__name__],
+                [*measure, "-m", run_file.__name__],
                 [str(path), str(orders_path), "--", *orders.run.arguments],
                 environment,
                 self.directory,
@@ -140,14 +140,14 @@ class TestProcess:
             self._stop = ProcessEnd(EndKind.TIMED_OUT, self.limit)
         if self.child.used is not None:
             self.facts["used"] = dataclasses.asdict(self.child.used)
-        end = host.how_ended(wait_status)
+        end = system.how_ended(wait_status)
         ending = self._stop or ProcessEnd(EndKind.KILLED if isinstance(end, str) else EndKind.EXITED, end)
         notes = [note for of_one in self._notes.values() for note in of_one]
         notes += [*(f"the process {command} was left running, and was killed" for command in strays), *extra_notes]
         if self._reader.garbage:
             notes.append(f"{len(self._reader.garbage)} lines on the event stream could not be read")
         try:
-            output = host.head_and_tail(self.child.output, OUTPUT_SHOWN)
+            output = system.head_and_tail(self.child.output, OUTPUT_SHOWN)
         except OSError as error:
             output = f"the output cannot be read: {error}"
         shutil.rmtree(self.directory, ignore_errors=True)  # not only at the end: a run may have thousands of processes

@@ -1,4 +1,4 @@
-"""The process of one test file: ``python -m torch_fsdp_tests.dispatch.child FILE ORDERS -- ARGUMENTS``.
+"""The process of one test file: ``python -m torch_fsdp_tests.dispatch.run_file FILE ORDERS -- ARGUMENTS``.
 
 It runs FILE like ``python FILE ARGUMENTS``, and reports the tests to the dispatcher. This works for files that call
 plain ``unittest.main()`` and for files that call our ``run_tests()``. ORDERS is a JSON file of the dispatcher. It says
@@ -27,7 +27,7 @@ from torch_fsdp_tests.dispatch import keywords
 from torch_fsdp_tests.dispatch.expectations import Entry, Situation
 from torch_fsdp_tests.dispatch.plan import ShardedTest, positions_of
 from torch_fsdp_tests.dispatch.runtests import DEFAULT_DIRECTORY, RunTests
-from torch_fsdp_tests.processes import foreign, host, leaks, messages
+from torch_fsdp_tests.processes import foreign, leaks, messages, system
 from torch_fsdp_tests.verdict import Reason, SkipKind, events, in_one_line, stream
 
 RANK_PROCESS = "--rank-process"
@@ -208,7 +208,7 @@ def main(argv: Sequence[str]) -> None:
         _run_rank_process(*argv[1:])
     file, orders_path, *arguments = argv
     orders = messages.decode(Path(orders_path).read_bytes(), [Orders])
-    host.die_with_parent(orders.dispatcher)
+    system.die_with_parent(orders.dispatcher)
     stream.attach()
     faulthandler.enable()
     # On SIGTERM write the stacks, and then die of the signal.
@@ -222,7 +222,7 @@ def main(argv: Sequence[str]) -> None:
     try:
         runpy.run_path(file, run_name="__main__")
     except SystemExit as left:
-        if not run.happened and host.exit_status(left) == 0:
+        if not run.happened and system.exit_status(left) == 0:
             words = "the file ended before its tests with exit status 0, as if they had passed: to skip them, raise "
             stream.send(stream.Broken(f"{words}unittest.SkipTest"))
         raise
@@ -235,7 +235,7 @@ def main(argv: Sequence[str]) -> None:
             trace = None  # all its frames belong to the machinery that read the file
         text = "".join(traceback.format_exception(type(error), error, trace))
         stream.send(stream.Broken(in_one_line(error), text))
-        host.flush_outputs()
+        system.flush_outputs()
         print(text, end="", file=sys.stderr, flush=True)
         if isinstance(error, KeyboardInterrupt):
             raise
@@ -277,7 +277,7 @@ def _add_to_path(folder: Path, place: int) -> None:
 
 def _run_rank_process(worker: str, file: str, *arguments: str) -> NoReturn:
     """Run the file like its process at rank 0, and follow that process. The file's tests do not run here."""
-    host.die_with_parent(int(worker))
+    system.die_with_parent(int(worker))
     faulthandler.enable()
     faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
     _become(file, arguments, Path.cwd())
