@@ -97,7 +97,7 @@ class TestBadEnds(TreeCase):
     def test_characters_that_the_encoding_of_the_output_lacks(self):
         files = {"test_x": body("self.fail('\u2192 x')", "pass")}
         for encoding in ("ascii", "latin-1"):
-            fresh = {"env": {"PYTHONIOENCODING": encoding}, "preexec_fn": lambda: None}
+            fresh: dict[str, Any] = {"env": {"PYTHONIOENCODING": encoding}, "preexec_fn": lambda: None}
             self.check(files, passed=1, failed=1, says=[r"AssertionError: \\u2192 x"], **fresh)
 
     def test_failures_under_perturbation_may_be_known_defects(self):

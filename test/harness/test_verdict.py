@@ -13,7 +13,7 @@ from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tes
 from torch_fsdp_tests.dispatch import file_result
 from torch_fsdp_tests.processes import messages, system
 from torch_fsdp_tests.ranks import outcome
-from torch_fsdp_tests.ranks.outcome import Ending, capture, judge, raised, with_any_ending
+from torch_fsdp_tests.ranks.outcome import capture, judge, raised, with_any_ending
 from torch_fsdp_tests.verdict import (
     COUNTED,
     Phase,
@@ -49,7 +49,6 @@ class TestDeaths(TestCase):
         file = file_result.ProcessEnd(file_result.EndKind.KILLED, number.name)
         self.assertEqual(rank.headline(), f"{words} before reporting anything")
         self.assertEqual(rank.headline(plural=True), f"were{words[3:]} before reporting anything")
-        self.assertEqual(Ending.from_wait_status(number).in_words(), words)
         self.assertEqual(outcome.death_of_server(number), f"the rank server {words}")
         self.assertEqual(file.in_words(), words)
         self.assertEqual(death(system.how_ended(number)), words)
@@ -58,7 +57,6 @@ class TestDeaths(TestCase):
         words = "exited with code 9"
         rank = RankResult(1, State.CRASHED, exit_code=9)
         self.assertEqual(rank.headline(), f"{words} before reporting anything")
-        self.assertEqual(Ending(code=9).in_words(), words)
         self.assertEqual(file_result.ProcessEnd(file_result.EndKind.EXITED, 9).in_words(), words)
         self.assertEqual(death(system.how_ended(9 << 8)), words)
 
@@ -97,7 +95,6 @@ class TestCounts(TestCase):
 
 LIMIT = 100.0
 GAVE_UP = LIMIT * outcome.COLLECTIVE_TIMEOUT_FRACTION  # when a collective times out
-KILLED = Ending(signal=signal.SIGKILL, ours=True).facts
 
 
 def passed(rank: int, at: float = 1.0) -> RankResult:
@@ -114,7 +111,7 @@ def reported(rank: int, at: float, error: BaseException) -> RankResult:
 
 def stays(report: RankResult, at: float) -> RankResult:
     """The rank has reported, but its process did not end until it was killed."""
-    return dataclasses.replace(report, **KILLED, at=at)
+    return dataclasses.replace(report, exit_code=None, killed=True, at=at)
 
 
 def leaves(report: RankResult, code: int) -> RankResult:
@@ -128,7 +125,7 @@ def in_body(error: BaseException) -> BaseException:
 
 
 def hung(rank: int, at: float) -> RankResult:
-    return RankResult(rank, **KILLED, at=at)
+    return RankResult(rank, killed=True, at=at)
 
 
 def died(rank: int, at: float, number: int = signal.SIGSEGV) -> RankResult:

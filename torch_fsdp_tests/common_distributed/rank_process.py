@@ -35,21 +35,20 @@ class RankPopen:
     def poll(self, flag: int = os.WNOHANG) -> int | None:
         """The exit code, or None if there is none yet."""
         is_judged = self._group not in active
-        if self._process.ending is None and not is_judged:
+        if self._process.status is None and not is_judged:
             self._group.left(self._limit)
-        ending = self._process.ending
-        if ending is None or ending.ours:
+        if self._process.status is None or self._process.killed:
             if is_judged:
                 return -signal.SIGKILL
             self._has_waited |= self._process.waits  # it has passed, and waits for the others
             return 0 if self._has_waited else None
         report = self._process.reports.get(self._process.index)
-        if ending.code == 0 and report is not None:
+        if self._process.status == 0 and report is not None:
             if report.state is State.SKIPPED:
                 return TEST_SKIPS["generic"].exit_code
             if report.state.is_bad:
                 return ERROR_EXIT_CODE if report.phase is Phase.BODY else _UNCAUGHT_EXIT_CODE
-        return ending.exitcode
+        return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int | None:
         """Wait for the end, but not longer than the test may take. Returns the exit code."""
@@ -73,7 +72,7 @@ class RankPopen:
         self._send(signal.SIGINT)
 
     def _send(self, number: int) -> None:
-        if self.poll() is None and self._process.ending is None and self.pid is not None:
+        if self.poll() is None and self._process.status is None and self.pid is not None:
             os.kill(self.pid, number)
 
     def close(self) -> None:

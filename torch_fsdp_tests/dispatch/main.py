@@ -19,7 +19,6 @@ from torch_fsdp_tests.dispatch.devices import DeviceSet
 from torch_fsdp_tests.dispatch.discover import discover
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.other_ranks import LaunchFailure, OtherRanks
-from torch_fsdp_tests.dispatch.records import Records
 from torch_fsdp_tests.dispatch.run_plan import RunPlan
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import Narrowed, UnknownTest, matching, select
@@ -112,8 +111,7 @@ def _checked(run: RunTests, others: OtherRanks) -> ExitStatus:
     with _children(run, device_set) as children:
         narrowed = _select(run, files, device_set.type)
         selection = narrowed.tests
-        entries, records = _entries(run), Records(run)
-        planned = run_plan.make(run, others.world_size, files, selection, device_set, entries)
+        planned = run_plan.make(run, others.world_size, files, selection, device_set, _entries(run))
         _remark(*planned.remarks)
         if not selection and not narrowed.verdict:
             nothing = f"none of the selected tests failed when they were last run here on {device_set.type}"
@@ -130,7 +128,7 @@ def _checked(run: RunTests, others: OtherRanks) -> ExitStatus:
         elif not planned.jobs:
             print(closing_line(tally(())), file=sys.stderr if run.list_tests else sys.stdout, flush=True)
         else:
-            status = _run(run, others, planned, records, children)
+            status = _run(run, others, planned, children)
         if narrowed.verdict:
             (_remark if children is None or run.list_tests else _print)(narrowed.verdict)
         return ExitStatus.NOTHING_RAN if status is ExitStatus.OK and narrowed.is_unguarded else status
@@ -237,10 +235,12 @@ def _matching(run: RunTests, others: OtherRanks, planned: RunPlan) -> tuple[RunP
     return dataclasses.replace(planned, jobs=jobs), ExitStatus.OK if jobs else ExitStatus.NOTHING_RAN
 
 
-def _run(run: RunTests, others: OtherRanks, planned: RunPlan, records: Records, children: Children) -> ExitStatus:
+def _run(run: RunTests, others: OtherRanks, planned: RunPlan, children: Children) -> ExitStatus:
     from torch_fsdp_tests.dispatch.console import Console
+    from torch_fsdp_tests.dispatch.records import Records
     from torch_fsdp_tests.dispatch.runner import Runner
 
+    records = Records(run)
     _check(run, planned)
     others.gather(run, planned.device_set.type)
     console = Console(run, planned)

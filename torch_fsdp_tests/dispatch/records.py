@@ -5,17 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch_fsdp_tests import installation
-from torch_fsdp_tests.dispatch import times
+from torch_fsdp_tests.dispatch import behaviour_files, compare, comparing, junit, last_failures, reaching, report, times
+from torch_fsdp_tests.dispatch.comparing import Rerun
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.run_plan import RunPlan
+from torch_fsdp_tests.dispatch.run_results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
-
-if TYPE_CHECKING:  # what only a run needs is imported late, so that a plan is fast
-    from torch_fsdp_tests.dispatch.comparing import Rerun
-    from torch_fsdp_tests.dispatch.run_results import Results
 
 
 class Records:
@@ -24,21 +21,12 @@ class Records:
     def __init__(self, run: RunTests) -> None:
         """Read what the run will be compared with. Raises ``MalformedList`` if that fails."""
         self._run = run
-        self._earlier = self._against = None
+        self._earlier = compare.load(run.compare) if run.compare else None
+        self._against = behaviour_files.load(run.against_behaviour) if run.against_behaviour else None
         self.keep: Callable[[Results], None] = lambda results: None  # stores what is known so far
-        if run.compare is not None:
-            from torch_fsdp_tests.dispatch import compare
-
-            self._earlier = compare.load(run.compare)
-        if run.against_behaviour is not None:
-            from torch_fsdp_tests.dispatch import behaviour_files
-
-            self._against = behaviour_files.load(run.against_behaviour)
 
     def begin(self) -> list[str]:
         """Set the reports of an earlier run aside. Returns remarks."""
-        from torch_fsdp_tests.dispatch import report
-
         if not self._run.report or self._run.list_tests:
             return []
         self.keep = report.Unfinished(self._run.report).keep
@@ -46,8 +34,6 @@ class Records:
 
     def write(self, results: Results, planned: RunPlan, rerun: Rerun) -> tuple[list[str], ExitStatus]:
         """Write everything, and return remarks and the status that follows from them."""
-        from torch_fsdp_tests.dispatch import compare, last_failures, report
-
         run = self._run
         last_failures.save(run.reports, planned.device_set.type, planned.files, results, results.remarks)
         written = list(_write(run, results))
@@ -62,18 +48,13 @@ class Records:
             remarks += compare.lines(self._earlier, report.as_json(results))
         status = ExitStatus.BROKEN if any(is_lost for _, is_lost in written) else ExitStatus.OK
         if run.behaviour is not None:
-            words, behaves = self._conclude_behaviour(results, planned, rerun)
+            try:
+                words, behaves = comparing.conclude(run, results, self._against, rerun, planned.jobs)
+            except OSError as error:
+                words, behaves = [f"the behaviour cannot be written: {error}"], ExitStatus.BROKEN
             remarks += words
             status = status or behaves
         return remarks, status
-
-    def _conclude_behaviour(self, results: Results, planned: RunPlan, rerun: Rerun) -> tuple[list[str], ExitStatus]:
-        from torch_fsdp_tests.dispatch import comparing
-
-        try:
-            return comparing.conclude(self._run, results, self._against, rerun, planned.jobs)
-        except OSError as error:
-            return [f"the behaviour cannot be written: {error}"], ExitStatus.BROKEN
 
 
 def _write(run: RunTests, results: Results) -> Iterator[tuple[str, bool]]:
@@ -81,8 +62,6 @@ def _write(run: RunTests, results: Results) -> Iterator[tuple[str, bool]]:
 
     If something cannot be written, the rest is still written.
     """
-    from torch_fsdp_tests.dispatch import junit, reaching, report
-
     logs = "the logs" if run.logs_by_option else "the logs (because CI is set)"
     short = installation.short_path
     writers: list[tuple[str, Path | None, Callable[[Path], str | None]]] = [

@@ -11,18 +11,20 @@ import dataclasses
 import enum
 import os
 import selectors
+import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch_fsdp_tests import settings
+from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.processes.messages import MessageError
 from torch_fsdp_tests.ranks import protocol
 from torch_fsdp_tests.ranks.calls import Call
 from torch_fsdp_tests.ranks.local import LocalRanks
-from torch_fsdp_tests.ranks.outcome import COLLECTIVE_TIMEOUT_FRACTION, Ending, HarnessError
+from torch_fsdp_tests.ranks.outcome import COLLECTIVE_TIMEOUT_FRACTION, HarnessError
 from torch_fsdp_tests.ranks.server import KILL_LIMIT
-from torch_fsdp_tests.verdict import Phase, RankResult, State, Verdict, ranks_in_words
+from torch_fsdp_tests.verdict import Phase, RankResult, State, Verdict, death, ranks_in_words
 
 __unittest = True
 
@@ -66,7 +68,8 @@ class Process:
     host: str = ""
     pid: int | None = None  # on this machine
     reports: dict[int, RankResult] = dataclasses.field(default_factory=dict)  # by rank
-    ending: Ending | None = None
+    status: int | None = None  # the wait status of its end
+    killed: bool = False  # by its group after the test, so that its end says nothing about the test
     is_there: bool = False
     is_over: bool = False  # the process and everything that it started are gone
     stopped: bool = False
@@ -82,7 +85,7 @@ class Process:
 
     @property
     def exitcode(self) -> int | None:
-        return None if self.ending is None else self.ending.exitcode
+        return None if self.status is None else os.waitstatus_to_exitcode(self.status)
 
     def report(self, rank: int) -> RankResult:
         """What one of its ranks has reported. A rank that waits for the others has passed."""
@@ -252,7 +255,7 @@ class RankGroup:
         return "\n".join(
             f"rank process {remains.process}:\n{remains.stacks}"
             for remains in self._collect()
-            if self.processes[remains.process].ending is None
+            if self.processes[remains.process].status is None
         )
 
     def close(self) -> None:
@@ -278,9 +281,9 @@ class RankGroup:
         self._enter(Stage.LEAVING)
         self._transport.send(protocol.Leave())
         give_up = time.monotonic() + LEAVE_LIMIT
-        self._receive_until(lambda: all(process.ending is not None for process in self.processes), give_up)
+        self._receive_until(lambda: all(process.status is not None for process in self.processes), give_up)
         for process in self.processes:
-            if process.ending is None:
+            if process.status is None:
                 words = f"did not exit within {LEAVE_LIMIT:g} s, and was killed"
                 self._note_late_death(process, State.TIMED_OUT, words)
 
@@ -309,7 +312,7 @@ class RankGroup:
         return deadline
 
     def _is_done(self) -> bool:
-        return all(process.ending is not None or (self._stays and process.reported) for process in self.processes)
+        return all(process.status is not None or (self._stays and process.reported) for process in self.processes)
 
     def _receive_until(self, condition: Callable[[], bool], deadline: float) -> None:
         while not condition() and (left := deadline - time.monotonic()) > 0:
@@ -327,7 +330,7 @@ class RankGroup:
         received = bool(self._arrived)
         while self._arrived:
             self._take(self._arrived.pop(0))
-        if all(each.waits or each.raised or each.reported or each.ending is not None for each in self.processes):
+        if all(each.waits or each.raised or each.reported or each.status is not None for each in self.processes):
             self._let_go()
         return received
 
@@ -335,7 +338,7 @@ class RankGroup:
         """Let the ranks that wait for the others continue."""
         for process in self.processes:
             # From LATE on, a rank's reports do not count. So keep its state: it has passed, and waits.
-            if process.waits and process.ending is None and self._stage < Stage.LATE:
+            if process.waits and process.status is None and self._stage < Stage.LATE:
                 process.waits = False
                 self._transport.send(protocol.Continue(), process.index)
 
@@ -384,12 +387,11 @@ class RankGroup:
 
     def _take_end(self, process: Process, event: protocol.Ended) -> None:
         # The request for stacks may end a rank that has no handler yet, or interrupt its sleep.
-        ours = self._stage >= Stage.LATE
-        process.ending = dataclasses.replace(Ending.from_wait_status(event.status), ours=ours)
-        if not process.reported or process.ending.code != 0:
+        process.status, process.killed = event.status, self._stage >= Stage.LATE
+        if not process.reported or event.status != 0:
             self._note_bad(process, event.at)
-        if self._stage in (Stage.IDLE, Stage.LEAVING) and process.ending.code != 0:
-            self._note_late_death(process, State.CRASHED, process.ending.in_words())
+        if self._stage in (Stage.IDLE, Stage.LEAVING) and event.status != 0:
+            self._note_late_death(process, State.CRASHED, death(system.how_ended(event.status)))
 
     def _note_bad(self, process: Process, moment: float) -> None:
         process.at = moment
@@ -397,7 +399,7 @@ class RankGroup:
             self._bad_since = time.monotonic()
 
     def _ask_for_stacks(self) -> None:
-        running = [process for process in self.processes if process.ending is None and not process.stopped]
+        running = [process for process in self.processes if process.status is None and not process.stopped]
         if not running or self._stage in (Stage.NEW, Stage.OVER):
             return
         if self._stage < Stage.LATE:
@@ -405,7 +407,7 @@ class RankGroup:
         self._transport.send(protocol.AskForStacks())
         give_up = time.monotonic() + STACKS_LIMIT
         while (left := give_up - time.monotonic()) > 0:
-            complete = all(process.wrote_stacks or process.ending for process in running)
+            complete = all(process.wrote_stacks or process.status is not None for process in running)
             if not self._receive(min(left, STACKS_QUIET) if complete else left) and complete:
                 break
 
@@ -413,7 +415,7 @@ class RankGroup:
         """Kill what is left, and mark the endings that this causes as ours."""
         if self._stage in (Stage.NEW, Stage.OVER):
             return
-        before = [process for process in self.processes if process.ending is None]
+        before = [process for process in self.processes if process.status is None]
         self._enter(Stage.ENDING)
         self._transport.send(protocol.EndRanks())
         self._receive_until(lambda: self._stage is Stage.OVER, time.monotonic() + KILL_LIMIT + GRACE)
@@ -422,7 +424,7 @@ class RankGroup:
             self._transport.give_up()
             raise HarnessError("the rank server did not end the ranks in time and was killed")
         for process in before:
-            process.ending = Ending(signal=9, stopped=process.stopped, ours=True)
+            process.status, process.killed = signal.SIGKILL, True
 
     def _collect(self, close: bool = False) -> Sequence[protocol.Remains]:
         collected = self._transport.collect(close)
@@ -435,20 +437,22 @@ class RankGroup:
         for process in self.processes:
             left = written[process.index]
             for report in map(process.report, process.ranks):
-                ending = self._ending(process, report)
-                at = elapsed if ending.ours and not report.raised else self._elapsed(report.at)
-                result = dataclasses.replace(report, at=at, host=process.host, **ending.facts)
-                is_fine = report.reported and not report.raised and ending.code == 0
+                end = self._end_of(process, report)
+                at = elapsed if end["killed"] and not report.raised else self._elapsed(report.at)
+                result = dataclasses.replace(report, at=at, host=process.host, **end)
+                is_fine = report.reported and not report.raised and end["exit_code"] == 0
                 if not is_fine and not report.raised:
                     result = dataclasses.replace(result, text=left.stacks)
                 yield result if is_fine and not keep else dataclasses.replace(result, output=left.output)
 
-    def _ending(self, process: Process, report: RankResult) -> Ending:
+    def _end_of(self, process: Process, report: RankResult) -> dict[str, Any]:
         """How the process ended, as far as this tells something about the rank."""
-        ending = process.ending or Ending(code=0)  # one that stays is fine so far
         # The rank is not to blame if its process is killed because of another rank.
-        excused = ending.ours and report.reported and not self._should_have_exited(process)
-        return Ending(code=0) if excused else ending
+        if process.status is None or (process.killed and report.reported and not self._should_have_exited(process)):
+            return {"exit_code": 0, "killed": False}  # one that stays is fine so far
+        end, killed = system.how_ended(process.status), process.killed
+        how = {"exit_code": end} if isinstance(end, int) else {"signal": None if killed else end, "exit_code": None}
+        return {**how, "killed": killed, "stopped": killed and process.stopped}
 
     def _should_have_exited(self, process: Process) -> bool:
         """Whether a process had nothing left to do: no further test to run, and no rank to wait for."""

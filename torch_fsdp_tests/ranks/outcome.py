@@ -6,12 +6,11 @@ Nothing here starts, waits for or kills anything.
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import traceback
 import unittest
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.verdict import (
@@ -36,40 +35,6 @@ COLLECTIVE_TIMEOUT_FRACTION = 0.75  # of a test's limit, after which its collect
 
 BODY_MARK = "__from_body__"  # the attribute of an exception that was raised by a test method
 THEN_RAISED = "__then_raised__"  # the attribute of an exception with those that its test raised after it
-
-
-@dataclasses.dataclass(frozen=True)
-class Ending:
-    """How the process of a rank ended. A process without a code or a signal still exists.
-
-    ``ours`` marks a process that the harness killed after its test, so that its end says nothing about the test.
-    """
-
-    code: int | None = None
-    signal: int | None = None
-    stopped: bool = False
-    ours: bool = False
-
-    @classmethod
-    def from_wait_status(cls, status: int) -> Ending:
-        code = os.waitstatus_to_exitcode(status)
-        return cls(code=code) if code >= 0 else cls(signal=-code)
-
-    @property
-    def exitcode(self) -> int | None:
-        """Like :attr:`multiprocessing.Process.exitcode`: the exit code, or the negative number of the signal."""
-        return self.code if self.signal is None else -self.signal
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The fields of a rank's result."""
-        name = None if self.signal is None or self.ours else system.signal_name(self.signal)
-        return {"exit_code": self.code, "signal": name, "stopped": self.stopped, "killed": self.ours}
-
-    def in_words(self) -> str:
-        if self.exitcode is None:
-            return "was still running"
-        return death(self.code if self.signal is None else system.signal_name(self.signal))
 
 
 class _ToldByRanks(Exception):
@@ -283,4 +248,4 @@ def death_of_server(status: int | None) -> str:
     """Describe why the rank server is gone."""
     if status is None:
         return "the rank server closed its connection"
-    return f"the rank server {Ending.from_wait_status(status).in_words()}"
+    return f"the rank server {death(system.how_ended(status))}"

@@ -6,8 +6,18 @@ and into every report. No step parses text to find out what happened.
 
 from torch_fsdp_tests.verdict.of_rank import DefectBlock, RankResult, by_cause, describe, joined, rank_rows
 from torch_fsdp_tests.verdict.of_test import FILE_ITSELF, TestResult, Verdict
-from torch_fsdp_tests.verdict.skips import Reason, SkipKind, kinds_of, skip_rows
-from torch_fsdp_tests.verdict.states import COUNTED, Phase, Scope, State, closing_line, tally
+from torch_fsdp_tests.verdict.states import (
+    COUNTED,
+    Phase,
+    Reason,
+    Scope,
+    SkipKind,
+    State,
+    closing_line,
+    kinds_of,
+    skip_rows,
+    tally,
+)
 from torch_fsdp_tests.verdict.words import (
     clean,
     columns,

@@ -7,8 +7,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch_fsdp_tests.verdict.skips import SkipKind
-from torch_fsdp_tests.verdict.states import Phase, State
+from torch_fsdp_tests.verdict.states import Phase, SkipKind, State
 from torch_fsdp_tests.verdict.words import death, ranks_in_words
 
 

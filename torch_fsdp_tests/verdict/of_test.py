@@ -6,8 +6,7 @@ import dataclasses
 from typing import Any
 
 from torch_fsdp_tests.verdict.of_rank import RankResult, describe
-from torch_fsdp_tests.verdict.skips import SkipKind
-from torch_fsdp_tests.verdict.states import Phase, Scope, State
+from torch_fsdp_tests.verdict.states import Phase, Scope, SkipKind, State
 
 FILE_ITSELF = "(the file itself)"  # replaces the test if no test is to blame
 

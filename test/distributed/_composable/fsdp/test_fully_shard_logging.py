@@ -65,13 +65,8 @@ LINES_OF_A_STEP = [
 def log_of_script(settings: str | None, between_steps: str = "") -> str:
     """Return stderr of two steps with ``TORCH_LOGS=settings``, or with it unset. Port 0 means any free port."""
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_LOGS"}
-    environment |= {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": system.LOOPBACK,
-        "MASTER_PORT": "0",
-    }
+    environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    environment |= {"MASTER_ADDR": system.LOOPBACK, "MASTER_PORT": "0"}
     if settings is not None:
         environment["TORCH_LOGS"] = settings
     script = SCRIPT.format(between_steps=between_steps)
