@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 import time
 import types
@@ -77,7 +78,7 @@ def record(**fields: Any) -> None:
     """
     if _now.running is None:
         _file_facts.update(fields)
-    stream.send(stream.Facts(_now.running, stream.plain(fields)))
+    stream.send(stream.Facts(_now.running, json.loads(json.dumps(fields, default=str))))
 
 
 def need(devices: int) -> None:

@@ -52,11 +52,6 @@ class State(str, enum.Enum):
         order = list(State)
         return order.index(self) > order.index(other)
 
-    def check_of_test(self) -> None:
-        """Raise ``ValueError`` if a test cannot have this outcome."""
-        if self is State.STILL_RUNNING:
-            raise ValueError("a test cannot be 'still running': report this error of the harness")
-
 
 class Phase(str, enum.Enum):
     """Where a test went wrong."""

@@ -8,7 +8,6 @@ stream every function here does nothing, so a test file behaves the same if it i
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from typing import Any
 
@@ -130,12 +129,6 @@ def send(message: Message) -> None:
             data = data[os.write(_end.descriptor, data) :]
     except OSError:
         detach()
-
-
-def plain(facts: dict[str, Any]) -> dict[str, Any]:
-    """The facts with their ``str`` in place of values that JSON cannot represent."""
-    data: dict[str, Any] = json.loads(json.dumps(facts, default=str))
-    return data
 
 
 # --- the dispatcher's end ---------------------------------------------------------------------------------------------
