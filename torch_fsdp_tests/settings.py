@@ -61,7 +61,6 @@ PERTURBATIONS = {
     "full_tensor": "full_tensor() of each parameter and gradient",
     "exception": "an exception in forward, caught",
     "context": "an exception inside no_sync, summon_full_params and state_dict_type, caught",
-    "backward": "a forward and backward of another graph",
     "collect": "a garbage collection",
     "sleep": "a rank that sleeps for some milliseconds",
 }

@@ -549,12 +549,6 @@ def _is_whole(tensor: DTensor) -> bool:
 # --- Beside the model -------------------------------------------------------------------------------------------------
 
 
-@_kind(EVERYWHERE, "another graph has nothing in common with this one")
-def backward(subject: Subject) -> None:
-    layer = nn.Linear(2, 2)
-    layer(torch.ones(1, 2)).sum().backward()
-
-
 @_kind(EVERYWHERE, "gc.collect frees only what nothing refers to")
 def collect(subject: Subject) -> None:
     gc.collect()
