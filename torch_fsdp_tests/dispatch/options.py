@@ -59,6 +59,10 @@ _OF_TEST_FILES = {
     "--showlocals",
     "--no-showlocals",
 }
+LESS_USED = """\
+also accepted, for the documented tasks and command lines of PyTorch's CI: --distributed-tests,
+--exclude-distributed-tests, --disabled-tests, --slow-tests, --rerun-disabled-tests, --test-times, --pipe-logs,
+--showlocals, --no-showlocals, --strict-names"""
 # Fields that an ordinary command line of this suite leaves alone, and one of PyTorch's CI does not.
 _SIGNS_OF_CI = ("without_effect", "distributed_only", "without_distributed")
 
@@ -73,16 +77,16 @@ class Parser(argparse.ArgumentParser):
         if (word := message.removeprefix("unrecognized arguments: ")) != message:
             import difflib  # imported late, because it is rarely needed
 
-            names = [name.strip("-") for name in self.shown_options() if name.startswith("--")]
+            names = [name.strip("-") for name in self.effective_options() if name.startswith("--")]
             typed = word.split()[0].partition("=")[0].strip("-")
             begun = [name for name in names if len(typed) > 1 and name.startswith(typed)]
             close = begun or difflib.get_close_matches(typed, names, n=1)
             message += f"; did you mean --{close[0]}?" if close else "; --help shows all options"
         self.exit(ExitStatus.USAGE_ERROR, f"{self.prog}: {message}\n")
 
-    def shown_options(self) -> list[str]:
-        """The options that ``--help`` shows."""
-        return [name for name, each in self._option_string_actions.items() if each.help != argparse.SUPPRESS]
+    def effective_options(self) -> list[str]:
+        """The options that are not only accepted."""
+        return [name for name, each in self._option_string_actions.items() if each.dest != "without_effect"]
 
 
 def whole_number(least: int, most: int) -> Callable[[str], int]:
@@ -172,7 +176,8 @@ def make_parser() -> Parser:
     parser = Parser(
         prog=installation.program_name(),
         description="Run the tests of FSDP with the installed torch. Each file runs in a process of its own.",
-        epilog=f"{settings.table()}\nexit statuses:\n{statuses}\n\ndocumentation: {installation.DOCUMENTS}",
+        epilog=f"{LESS_USED}\n\n{settings.table()}\nexit statuses:\n{statuses}\n\n"
+        f"documentation: {installation.DOCUMENTS}",
         argument_default=argparse.SUPPRESS,
     )
     words = "print the versions of the suite, torch and Python, and exit"
@@ -189,8 +194,6 @@ def make_parser() -> Parser:
     words = "only tests that fit an expression of words and globs with and, or, not and parentheses: "
     words += f"{keywords.COMPARED}; may be repeated, for tests that fit any"
     add("-k", "--pytest-k-expr", action="append", type=_pattern, dest="patterns", metavar="EXPRESSION", help=words)
-    add("--distributed-tests", **flag, dest="distributed_only", help="only files below distributed/")
-    add("--exclude-distributed-tests", **flag, dest="without_distributed", help="leave out files below distributed/")
     words = "only tests that failed when they were last run here, on this device"
     add("--failed", **flag, dest="failed_only", help=words)
     words = "only tests that execute a function, class, module, file or FILE:LINES, or what has changed in a diff "
@@ -217,8 +220,6 @@ def make_parser() -> Parser:
     add("--backend", metavar="NAME", help="backend between ranks (default: the device's own)")
     words = "number of ranks of a test that does not need another number (default: depends on the device)"
     add("--ranks", type=whole_number(1, settings.MAX_RANKS), metavar="N", help=words)
-    words = "read recorded times from this file, in PyTorch's formats; may be repeated"
-    add("--test-times", type=Path, action="append", metavar="FILE", help=words)
     add("--save-times", type=_path, metavar="DIR", help="write the times and needs of this run to this folder")
 
     add = parser.add_argument_group("how they run").add_argument
@@ -237,8 +238,6 @@ def make_parser() -> Parser:
     add("--with-fixes", nargs="*", action="extend", dest="fixes", metavar="ID", help=words)
     words = "fail a test if torch lacks the known defect that the test shows, or a feature that its release has"
     add("--strict-defects", **flag, help=words)
-    words = "fail a test, instead of skipping it, if torch lacks a private name that the test uses"
-    add("--strict-names", **flag, help=words)
     words = "fail a test if streams, or the CPU, do not wait for each other where they share memory; also on the CPU"
     add("--check-streams", **flag, help=words)
     words = "insert operations that must not change anything into training loops: 'all', or some of "
@@ -248,26 +247,18 @@ def make_parser() -> Parser:
     words = "seed for the order of tests and for random numbers, or 'random' "
     words += f"(default: unittest's order, and {RunTests.seed})"
     add("--seed", type=_seed, metavar="N", help=words)
-    add("--showlocals", **flag, dest="show_locals", help="show local variables in tracebacks")
-    add("--no-showlocals", action="store_false", dest="show_locals", help="do not, whatever TEST_SHOWLOCALS says")
     words = "measure with coverage.py which lines of the tests, the harness, and torch's FSDP and state dicts run "
     words += f"(in {REPORTS}/.coverage)"
     add("-c", "--coverage", **flag, help=words)
     words = "with --coverage: write a map of which tests execute which functions, for --reaching and --changed"
     add("--save-map", type=_path, metavar="FILE", help=words)
     lists: dict[str, Any] = {"type": Path, "metavar": "FILE"}
-    words = "PyTorch's list of disabled tests"
-    add("--disabled-tests", "--import-disabled-tests", **lists, dest="disabled", help=words)
-    add("--slow-tests", "--import-slow-tests", **lists, dest="slow", help="PyTorch's list of slow tests")
     words = "a list of tests that are disabled, slow or expected to fail (its schema is in dispatch/data); may be "
     words += "repeated"
     add("--known-failures", **lists, action="append", help=words)
-    words = "run only the tests that the lists disable, and report which of them pass"
-    add("--rerun-disabled-tests", **flag, dest="rerun_disabled", help=words)
 
     add = parser.add_argument_group("output").add_argument
     add("-v", "--verbose", **flag, help="print a line for each test")
-    add("--pipe-logs", **flag, help=f"keep the output of every file in {REPORTS}/logs")
     junit = Path(REPORTS, "python-unittest").absolute()
     add("--save-xml", nargs="?", type=_path, const=junit, metavar="DIR", help="write JUnit XML")
     add("--report", type=_path, metavar="DIR", help="write report.json and report.html")
@@ -284,6 +275,7 @@ def make_parser() -> Parser:
     words = "report what differs from the report.json of an earlier run, or of its folder"
     add("--compare", type=Path, metavar="REPORT", help=words)
 
+    _add_options_of_upstream(parser)
     add = parser.add_argument
     ignored: dict[str, Any] = {"dest": "without_effect", "help": argparse.SUPPRESS}
     for name in ("-core", "-pt", *WITHOUT_EFFECT):
@@ -292,6 +284,23 @@ def make_parser() -> Parser:
         add(name, action="append", type=_named(name), **ignored)
     add("--bring-to-front", action="extend", nargs="+", type=_named("--bring-to-front"), **ignored)
     return parser
+
+
+def _add_options_of_upstream(parser: Parser) -> None:
+    """Options of PyTorch's CI that another option or a variable covers. ``--help`` has only their names, in a line."""
+    flag: dict[str, Any] = {"action": "store_true", "help": argparse.SUPPRESS}
+    file: dict[str, Any] = {"type": Path, "metavar": "FILE", "help": argparse.SUPPRESS}
+    add = parser.add_argument
+    add("--distributed-tests", **flag, dest="distributed_only")  # as -i distributed
+    add("--exclude-distributed-tests", **flag, dest="without_distributed")
+    add("--test-times", **file, action="append")
+    add("--strict-names", **flag)
+    add("--showlocals", **flag, dest="show_locals")
+    add("--no-showlocals", action="store_false", dest="show_locals", help=argparse.SUPPRESS)
+    add("--disabled-tests", "--import-disabled-tests", **file, dest="disabled")
+    add("--slow-tests", "--import-slow-tests", **file, dest="slow")
+    add("--rerun-disabled-tests", **flag, dest="rerun_disabled")
+    add("--pipe-logs", **flag)
 
 
 def _named(option: str) -> Callable[[str], str]:
@@ -403,7 +412,7 @@ def _remarks(given: Mapping[str, Any], nothing: Sequence[str], environment: Mapp
 
 def _misplaced(run: RunTests, parser: Parser) -> str | None:
     """A sentence about an option that the suite's test files would reject, or None. Other files may have any option."""
-    own = {*parser.shown_options()} - _OF_TEST_FILES if run.test_directory == run.default_directory else ()
+    own = {*parser.effective_options()} - _OF_TEST_FILES if run.test_directory == run.default_directory else ()
     found = next((word for word in run.arguments if word.partition("=")[0] in own), None)
     return found and f"{found} follows --, so test files would get it: put it before --"
 
