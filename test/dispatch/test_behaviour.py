@@ -56,7 +56,7 @@ class TestComparison(unittest.TestCase):
 
     def test_most_important_first(self):
         sides = [{kind.value: [word * 4] for kind in reversed(Kind)} for word in ("x\t", "y\t")]
-        before, after = (Record(tests={"a": {"0": events}}) for events in sides)
+        before, after = (Record(operators=True, tests={"a": {"0": events}}) for events in sides)
         kinds = [each.kind for each in behaviour.differences(before, after, missing=["b"])]
         self.assertEqual(kinds, [None, *Kind])
 
@@ -105,6 +105,13 @@ class TestComparison(unittest.TestCase):
         before, after = sides
         after.limits = {"float32": 1e-3}
         self.assertEqual(self.lines(before, after), [])
+
+    def test_operators_are_compared_if_both_have_them(self):
+        for has in ((True, True), (True, False), (False, True)):
+            before, after = (
+                record({"a": [word]}, Kind.OPERATORS, operators=each) for word, each in zip("xy", has, strict=True)
+            )
+            self.assertEqual(bool(behaviour.differences(before, after)), all(has))
 
     def test_devices_may_copy_differently(self):
         before, after = record({"a": ["x"]}, Kind.COPIES, device="cpu"), record({"a": ["y"]}, Kind.COPIES, device="foo")
@@ -223,6 +230,7 @@ class TestCommand(TreeCase):
         self.check({}, ["--record-behaviour", file], passed=2, says=says, **self.torch)
         against = ["--against-behaviour", file, "--fail-on-difference"]
         self.check({}, against, passed=2, says=["1 test compared, none different"], **self.torch)
+        self.check_errors([([*against, "--operators"], "was recorded without --operators: leave")], **self.torch)
         says = ["missing in this run: 1 test\n    test_n::TestN.test_recorded\n"]
         silent = RECORDS.replace('record("test_recorded")', "pass")
         self.check({"test_n": silent}, against, passed=2, code=1, says=says, **self.torch)
@@ -249,6 +257,7 @@ class TestCommand(TreeCase):
                 (["--against-behaviour", damaged], "was not written by --record-behaviour"),
                 (["--against-behaviour", other], "was not written by --record-behaviour"),
                 (["--compare-behaviour"], "--compare-behaviour needs a change"),
+                (["--fail-on-difference", "--record-behaviour", other], "--fail-on-difference can only be used with"),
                 (["--operators"], "--operators can only be used with"),
                 ([*self.change[:3], misfit, "--compare-behaviour"], "fits the installed torch neither"),
                 ([*self.change[:3], "Unit.step", "--compare-behaviour"], "--compare-behaviour needs diffs"),

@@ -38,6 +38,7 @@ class Record:
 
     torch: str = ""
     device: str = ""
+    operators: bool = False  # whether operators were recorded as well
     tests: dict[str, Ranks] = dataclasses.field(default_factory=dict)
     left_out: dict[str, str] = dataclasses.field(default_factory=dict)  # the tests without a record, and why
     unstable: dict[str, list[str]] = dataclasses.field(default_factory=dict)  # the kinds that do not repeat, by test
@@ -84,7 +85,10 @@ def compared(before: Record, after: Record) -> list[str]:
 def _kinds(test: str, before: Record, after: Record) -> list[Kind]:
     """The kinds of events that must not differ. What repeated in the earlier record has to repeat in the later one."""
     kinds = Kind if before.device == after.device else EQUAL_ON_DEVICES
-    return [kind for kind in kinds if kind.value not in before.unstable.get(test, ())]
+    left_out = {*before.unstable.get(test, ())}
+    if not (before.operators and after.operators):
+        left_out.add(Kind.OPERATORS.value)
+    return [kind for kind in kinds if kind.value not in left_out]
 
 
 def _first_rank(test: str, kind: Kind, was: Ranks, now: Ranks, limits: Mapping[str, float]) -> Iterator[Difference]:

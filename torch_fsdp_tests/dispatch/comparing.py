@@ -177,9 +177,10 @@ def _collect(run: RunTests, results: Results, folder: Path) -> Record:
         if test.scope is Scope.TEST and test.outcome.is_executed and not test.outcome.is_bad
     }
     facts = results.facts()
-    return behaviour_files.collect(
+    record = behaviour_files.collect(
         folder, run.test_directory, passed, str(facts.get("torch", "")), str(facts.get("device", ""))
     )
+    return dataclasses.replace(record, operators=run.operators)
 
 
 def _missing(run: RunTests, results: Results, against: Record, record: Record) -> list[str]:

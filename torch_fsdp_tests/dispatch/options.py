@@ -271,7 +271,7 @@ def make_parser() -> Parser:
     words += "report what they do differently"
     add("--compare-behaviour", **flag, help=words)
     add("--operators", **flag, help="with one of these: record and compare all other operators as well")
-    add("--fail-on-difference", **flag, help="with one of these: fail the run if a test behaves differently")
+    add("--fail-on-difference", **flag, help="with one of the last two: fail the run if a test differs")
     words = "report what differs from the report.json of an earlier run, or of its folder"
     add("--compare", type=Path, metavar="REPORT", help=words)
 
@@ -452,9 +452,10 @@ def _problem(run: RunTests, rerun_asked: bool) -> str | None:
         return "--compare-behaviour needs a change: a diff with --reaching, or --with-fixes"
     if run.compare_behaviour and (run.against_behaviour or run.record_behaviour):
         return "--compare-behaviour cannot be used with --record-behaviour or --against-behaviour"
-    if (run.operators or run.fail_on_difference) and not run.records_behaviour:
-        option = "--operators" if run.operators else "--fail-on-difference"
-        return f"{option} can only be used with --against-behaviour, --compare-behaviour or --record-behaviour"
+    if run.operators and not run.records_behaviour:
+        return "--operators can only be used with --against-behaviour, --compare-behaviour or --record-behaviour"
+    if run.fail_on_difference and not (run.against_behaviour or run.compare_behaviour):
+        return "--fail-on-difference can only be used with --against-behaviour or --compare-behaviour"
     return None if run.list_files or run.dry_run else _unwritable(run)
 
 

@@ -13,6 +13,7 @@ from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.run_plan import RunPlan
 from torch_fsdp_tests.dispatch.run_results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
+from torch_fsdp_tests.settings import ConfigurationError
 
 
 class Records:
@@ -23,6 +24,9 @@ class Records:
         self._run = run
         self._earlier = compare.load(run.compare) if run.compare else None
         self._against = behaviour_files.load(run.against_behaviour) if run.against_behaviour else None
+        if self._against and run.operators and not self._against.operators:
+            words = f"{run.against_behaviour} was recorded without --operators"
+            raise ConfigurationError(f"{words}: leave the option out, or record with it")
         self.keep: Callable[[Results], None] = lambda results: None  # stores what is known so far
 
     def begin(self) -> list[str]:
