@@ -246,6 +246,10 @@ class TestCommand(TreeCase):
         self.check({"test_n": ordered}, ["--record-behaviour", self.root / "x.gz"], passed=2, **self.torch)
         self.assertNotIn("repeat", self.out)
 
+    def test_a_plan_records_nothing(self):
+        out = self.run_command("--record-behaviour", self.root / "x.gz", "--list", **self.torch)
+        self.assertEqual((self.code, out), (0, "test_n  4 ranks  estimate unknown\n"), self.err)
+
     def test_refusals(self):
         gone, other = self.root / "gone", self.write_json("x.json", [])
         damaged = self.root / "damaged.gz"
@@ -258,6 +262,7 @@ class TestCommand(TreeCase):
                 (["--against-behaviour", other], "was not written by --record-behaviour"),
                 (["--compare-behaviour"], "--compare-behaviour needs a change"),
                 (["--fail-on-difference", "--record-behaviour", other], "--fail-on-difference can only be used with"),
+                (["--record-behaviour", gone, "--reruns", "1"], "--record-behaviour, which runs twice, cannot be used"),
                 (["--operators"], "--operators can only be used with"),
                 ([*self.change[:3], misfit, "--compare-behaviour"], "fits the installed torch neither"),
                 ([*self.change[:3], "Unit.step", "--compare-behaviour"], "--compare-behaviour needs diffs"),

@@ -360,7 +360,7 @@ def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path, launc
         given["shard"], given["num_shards"] = given["shard"]
     if given.get("compare_behaviour") and "fail_fast" not in given:
         given.setdefault("keep_going", True)  # what passes is compared also if something fails
-    if given.get("record_behaviour"):
+    if given.get("record_behaviour") and not given.keys() & {"list_files", "dry_run"}:
         given.setdefault("repeat", None if "duration" in given else 2)  # what does not repeat is not compared
     if "fixes" in given:
         from torch_fsdp_tests.installed_torch import fixes  # few runs need it
@@ -445,7 +445,8 @@ def _problem(run: RunTests, rerun_asked: bool) -> str | None:
         return "--rerun-disabled-tests needs a list: --disabled-tests, --known-failures or DISABLED_TESTS_FILE"
     if run.is_repeated and (run.list_files or run.dry_run or run.coverage or run.reruns):
         other = "--list" if run.list_files else "--dry-run" if run.dry_run else "--coverage" if run.coverage else ""
-        return f"--repeat and --for cannot be used with {other or '--reruns, which repeats only what failed'}"
+        what = "--record-behaviour, which runs twice," if run.record_behaviour else "--repeat and --for"
+        return f"{what} cannot be used with {other or '--reruns, which repeats only what failed'}"
     if run.compare is not None and not run.compare.exists():
         return f"--compare: there is no file {run.compare}"
     if run.compare_behaviour and not (run.reaching or run.fixes):
