@@ -278,7 +278,7 @@ class TestNames(TestCase):
         parse = lambda text: settings.perturbations({settings.PERTURB_VARIABLE: text})  # noqa: E731
         self.assertEqual((parse("all"), parse("eval,all")), (tuple(settings.PERTURBATIONS),) * 2)
         self.assertEqual((parse("eval,to"), parse("")), (("eval", "to"), ()))
-        for wrong in ("evaluation", "all,evaluation"):
+        for wrong in ("evals", "all,nothing"):
             with self.assertRaisesRegex(settings.ConfigurationError, "eval, inference"):
                 parse(wrong)
 
