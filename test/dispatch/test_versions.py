@@ -111,6 +111,19 @@ class TestVersions(TreeCase):
             "behaviour on 9.2.0, compared with 9.1.0 (1 test):\ncollectives: more all_gather_2: 1 test\n", self.err
         )
 
+    def test_the_behaviour_of_an_earlier_run_is_not_compared(self):
+        self.write({"test_x": RECORDS})
+        versions = [self.version("9.1.0"), self.version("9.2.0")]
+        self.run_command(*versions, "--behaviour")
+        Path(versions[1].partition("=")[2]).write_text("#!/bin/sh\nexit 7\n")
+        self.run_command(versions[1], "--behaviour")
+        self.assertEqual(self.code, 3, self.err)
+        self.assertNotIn("more all_gather_2", self.err)
+        (self.output / "9.1.0/behaviour.gz").write_bytes(b"x")
+        self.run_command("--behaviour")
+        self.assertEqual((self.code, self.err.count("\n")), (2, 1), self.err)
+        self.assertIn("behaviour.gz was not written by --record-behaviour", self.err)
+
     def test_failures_and_versions_without_results(self):
         """A version that cannot be run has a row, and the others run."""
         self.write({"test_f": FAIL, "test_p": PASS})

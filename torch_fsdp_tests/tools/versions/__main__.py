@@ -16,6 +16,7 @@ from typing import Any
 from torch_fsdp_tests import installation
 from torch_fsdp_tests.dispatch import report
 from torch_fsdp_tests.dispatch.atomic import write_text
+from torch_fsdp_tests.dispatch.behaviour_files import NoRecord
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.options import Parser
 from torch_fsdp_tests.dispatch.runtests import REPORTS
@@ -77,7 +78,7 @@ def main(argv: Sequence[str]) -> ExitStatus:
     try:
         problems = _run_all(options, argv[cut + 1 :])
         return _tell(options, table.read(options.output, problems))
-    except InvalidRequest as problem:
+    except (InvalidRequest, NoRecord) as problem:
         _say(str(problem))
         return ExitStatus.USAGE_ERROR
     except Stopped as stopped:
@@ -132,7 +133,8 @@ def _run(version: Version, maker: Maker, suite: Sequence[str], folder: Path) -> 
     try:
         python = maker.python_of(version)
         _say(f"{version.label}: running with {python}")
-        (folder / report.FILE).unlink(missing_ok=True)  # of an earlier run
+        for name in (report.FILE, *[table.BEHAVIOUR] * ("--record-behaviour" in suite)):  # of an earlier run
+            (folder / name).unlink(missing_ok=True)
         status = maker.run([python, *suite, "--keep-going", "--report", str(folder)])
     except (CannotBeMade, OSError) as error:
         return str(error)

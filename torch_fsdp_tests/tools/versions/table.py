@@ -125,9 +125,10 @@ def behaviour_lines(output: Path, rows: Sequence[Row]) -> list[str]:
     records = [(label, behaviour_files.load(path)) for label, path in paths.items() if path.exists()]
     lines = []
     for (label, before), (other, after) in itertools.pairwise(records):
-        compared = plural(len(before.tests.keys() & after.tests.keys()), "test")
-        lines.append(f"behaviour on {other}, compared with {label} ({compared}):")
-        lines += behaviour.lines(behaviour.differences(before, after)) or ["nothing differs"]
+        compared = behaviour.compared(before, after)
+        lines.append(f"behaviour on {other}, compared with {label} ({plural(len(compared), 'test')}):")
+        alike = "nothing differs" if compared else "nothing could be compared"
+        lines += behaviour.lines(behaviour.differences(before, after)) or [alike]
     return lines
 
 
