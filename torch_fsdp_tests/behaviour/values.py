@@ -32,8 +32,9 @@ def dtype_of(tensor: torch.Tensor) -> str:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a DTensor, or the tensor."""
-    return tensor.detach()._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+    """This rank's shard of a DTensor, or the tensor. No mode of the test sees it: one of spmd_types could raise."""
+    with torch._C.DisableTorchFunction():
+        return tensor.detach()._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
@@ -49,7 +50,7 @@ def digest(value: Any) -> list[str]:
     the checksum depends.
     """
     made = _Digest()
-    with _disable_current_modes():
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
         for leaf in _leaves(value):
             made.add(leaf)
     kinds = " ".join(f"{count} {name}" for name, count in sorted(made.kinds.items()))
