@@ -39,7 +39,8 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-Learning rates and gradients, which are set aside while the states of an optimizer are made, are restored if the step raises.
+Learning rates and gradients, which are set aside while the states of an optimizer are made, are restored if the step
+raises. States are made also if gradients exist.
 tried: 2.9, 2.13, 2.15
 
 --- torch/distributed/checkpoint/state_dict.py
