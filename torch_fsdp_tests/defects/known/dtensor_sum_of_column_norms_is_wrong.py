@@ -35,6 +35,7 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
+The norms are all-reduced before they are added: the all-reduce has one number for each norm.
 tried: 2.13
 
 --- torch/distributed/tensor/_ops/_math_ops.py

@@ -43,6 +43,7 @@ def reproduce(rank, world_size, device):
 
 
 FIX = """
+The norm of no gradients is a copy of the number zero.
 tried: 2.9, 2.13, 2.15
 
 --- torch/distributed/fsdp/fully_sharded_data_parallel.py
