@@ -24,7 +24,7 @@ from torch_fsdp_tests.processes.messages import from_data
 from torch_fsdp_tests.reach import Executed, Reached, ReachMap, build
 from torch_fsdp_tests.reach.functions import Statement
 from torch_fsdp_tests.reach.functions import digest as digest_of
-from torch_fsdp_tests.reach.order import batches, kills_in, within
+from torch_fsdp_tests.reach.order import batches, within
 from torch_fsdp_tests.reach.reachmap import Module
 from torch_fsdp_tests.tools.mutants import exclusions, hook, mutant, options
 from torch_fsdp_tests.tools.mutants import trials as trials_module
@@ -706,13 +706,6 @@ class TestCommand(CommandCase):
         findings = self.check_outcomes({id: MutantOutcome.NOT_REACHED}, "--budget", 1)
         self.assertEqual(findings[id].why, "none of the tests runs the statement, of the first 1 of 2")
         self.assertEqual(self.check_outcomes({id: MutantOutcome.KILLED}, "--budget", 40)[id].executed, 2)
-        # The test that killed a mutant of the function before runs first.
-        kept = self.root / "kills.jsonl"
-        for _ in range(2):
-            again = self.check_outcomes({id: MutantOutcome.KILLED}, "--budget", 1, "--save-killed", kept)
-            self.assertEqual(again[id].executed, 1)
-        self.assertEqual(kills_in(kept), {"vendor_fsdp.shard.first": {("test_shard", "TestShard.test_first")}})
-        self.assertEqual(len(kept.read_text().splitlines()), 1)
 
     def test_the_list_of_mutants(self):
         out = self.run_command("--list", "--module", "sizes")
@@ -731,7 +724,7 @@ class TestCommand(CommandCase):
             (["--map", empty], "is not a map of what tests reach"),
             (["--map", self.root / "gone"], "gone is not a file that can be read; name another one"),
             (["--equivalent", self.root], "--equivalent: "),
-            (["--save-killed", empty / "x"], "empty.json cannot be written to"),
+            (["--output", empty / "x"], "empty.json/x cannot be written to"),
             (["--module", "nothing"], "no mutant is selected"),
             (["--sample", "0"], "argument --sample: '0' is not a whole number from 1 to"),
             (["--sample", "3", "--mutant", "x"], "--mutant and --sample cannot be used together"),

@@ -18,7 +18,7 @@ from torch_fsdp_tests.dispatch.discover import discover, source_of
 from torch_fsdp_tests.dispatch.plan import TestRun
 from torch_fsdp_tests.dispatch.syntax import declared_tests
 from torch_fsdp_tests.reach import Executed, MalformedMap, Reached, ReachMap, build, module_name, owners
-from torch_fsdp_tests.reach.changes import Change, Changes, Code, UnknownChange
+from torch_fsdp_tests.reach.changes import Change, Changes, UnknownChange
 from torch_fsdp_tests.reach.functions import Statement, functions_in, statements_in
 from torch_fsdp_tests.reach.reachmap import Module, declared_as
 from torch_fsdp_tests.reach.selection import select
@@ -417,14 +417,18 @@ class TestChanges(SourcesCase):
 
     def test_what_is_known_about_the_changed_code(self):
         """The order of tests is made from it."""
-        (edit,) = self.change(self.diff(_core=("x += LIMIT\n", "x -= LIMIT\n"))).edits
-        self.assertEqual((edit.name, edit.statements), (f"{CORE}.shard", frozenset({0})))
-        self.assertEqual(edit.text.split(), ["x", "+=", "LIMIT", "x", "-=", "LIMIT"])
-        self.assertEqual(edit.around.split(), "def shard(x): x += LIMIT return x".split())
-        (edit,) = self.change("shard").edits
-        self.assertEqual((edit.text, edit.around.split()[:2]), ("", ["def", "shard(x):"]))
-        (edit,) = self.change("_core.py:8-8").edits
-        self.assertEqual((edit.text.strip(), edit.statements), ("return x", frozenset({1})))
+        mentions = self.diff(_core=("x += LIMIT\n", "x -= gather(LIMIT)\n"))
+        for what, statements, mentioned in (
+            (mentions, {0}, {f"{CORE}.gather"}),
+            ("_core.py:8-8", {1}, set()),
+            ("_core.py:19", {0}, {f"{CORE}.shard"}),
+            ("shard", set(), set()),
+        ):
+            change = self.change(what)
+            (name,) = change.names
+            self.assertEqual((change.statements.get(name, set()), change.mentioned), (statements, mentioned), what)
+        self.core.write_text(self.core.read_text().replace("size = 1", "size = 2"))  # so the numbers may differ
+        self.assertEqual(self.change(mentions).statements, {})
 
     def test_a_module_outside_of_the_map_stands_for_what_uses_it(self):
         """No test enters the user ``Unit.back``."""
@@ -442,17 +446,9 @@ class TestChanges(SourcesCase):
         change = self.change_of_diff(diff_of("torch/distributed/_utils.py", hunk))
         users = {f"{CORE}.shard", f"{CORE}.Unit.step"}
         self.assertEqual((change.names, change.used), (users, {"_inner", "outer", "More"}))
-        self.assertEqual([edit.name for edit in change.edits], ["torch.distributed._utils._inner"])
         self.assertRegex(change.remarks[0], "not in the map: torch.distributed._utils; the tests of what uses it run")
         selected = select(change.names, self.map, also=["test_b"]).tests
         self.assertEqual({test.test for test in selected}, {"TestA.test_shard", "TestA.test_step", "TestB.test_place"})
-
-    def test_the_errors_on_which_a_change_decides(self):
-        """The texts of the errors that the changed statement raises, or for which it is the condition."""
-        source = 'def f(x):\n    if x > 1:\n        raise ValueError(f"{x} is too large")\n    return g(x, "other")\n'
-        for line, messages in ((2, " is too large"), (3, " is too large"), (4, "")):
-            (edit,) = Code("m", source.encode()).edits([(line, line, "")])
-            self.assertEqual((edit.name, edit.messages, edit.statements), ("m.f", messages, frozenset({line - 2})))
 
     def test_a_diff_in_a_file_that_has_moved_on(self):
         diff = self.diff(_core=("return 2", "return 3"))

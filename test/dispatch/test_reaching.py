@@ -1,4 +1,4 @@
-"""What ``--coverage --save-map`` records, which tests ``--reaching`` and ``--changed`` run, and ``--fail-fast``."""
+"""What ``--save-map`` records, which tests ``--reaching`` and ``--changed`` run, and ``--fail-fast``."""
 
 import dataclasses
 import re
@@ -9,7 +9,6 @@ from typing import Any
 from little_torch import CORE, modules_of, write_sources
 from trees import FAIL, PASS, TreeCase, body
 
-from torch_fsdp_tests.dispatch import coverage
 from torch_fsdp_tests.reach import Executed, ReachMap, build
 
 
@@ -23,7 +22,6 @@ class CommandCase(TreeCase):
         self.with_torch: dict[str, Any] = {"env": {"PYTHONPATH": str(self.root / "site")}}
 
 
-@unittest.skipUnless(coverage.missing_package() is None, "needs coverage.py 7.10 or later")
 class TestRecording(CommandCase):
     """Without it, the map could lack code that only ranks, forks or threads run, and its tests would not be found."""
 
@@ -38,6 +36,7 @@ class TestRecording(CommandCase):
             tearDownClass = setUpClass
             def test_nothing(self): pass
             def test_process(self): Unit().step()
+            def test_process_again(self): Unit().step()
             def test_fork(self):
                 pid = os.fork()
                 pid or (Unit().back(), os._exit(0))
@@ -49,17 +48,18 @@ class TestRecording(CommandCase):
             @unittest.skip("not now")
             def test_skipped(self): pass
         """
-        says = ["map: .*: 3 functions, entered by 3 of 4 tests"]
-        arguments = ["--coverage", "--save-map", self.map]
-        self.check({"a/test_x": text}, arguments, passed=4, skipped=1, says=says, **self.with_torch)
+        says = ["map: .*: 3 functions, entered by 4 of 5 tests"]
+        arguments = ["--save-map", self.map]
+        self.check({"a/test_x": text}, arguments, passed=5, skipped=1, says=says, **self.with_torch)
         reach_map = ReachMap.load(self.map)
         self.assertEqual((reach_map.torch, {test.file for test in reach_map.tests}), ("9.8.7+x", {"a/test_x"}))
         names = ("shard", "gather", "Unit.step", "Unit.back")  # only the import and the fixture call gather
         reached = {name: [test.test for test in reach_map.tests_of(f"{CORE}.{name}")] for name in names}
         process, fork, thread = ("TestX.test_process", "TestX.test_fork", "TestX.test_thread")
-        expected = {"shard": [thread, process], "gather": [], "Unit.step": [process], "Unit.back": [fork]}
+        again = f"{process}_again"  # it runs the same lines a second time in the same process
+        expected = {"shard": [thread, process, again], "gather": [], "Unit.step": [process, again], "Unit.back": [fork]}
         self.assertEqual(reached, expected)
-        breadths = {process: 2, fork: 1, thread: 1, "TestX.test_nothing": 0}
+        breadths = {process: 2, again: 2, fork: 1, thread: 1, "TestX.test_nothing": 0}
         self.assertEqual({test.test: test.breadth for test in reach_map.tests}, breadths)
         # No test enters the modules of DTensor, so the map does not have them.
         modules = {name: module for name, module in modules_of(self.root / "site/torch").items() if ".fsdp" in name}
@@ -91,7 +91,7 @@ class TestRecording(CommandCase):
         if __name__ == "__main__":  # and not unittest.main()
             run_tests()
         """
-        self.check({"test_x": text}, ["--coverage", "--save-map", self.map], passed=3, limit=300)
+        self.check({"test_x": text}, ["--save-map", self.map], passed=3, limit=300)
         reach_map = ReachMap.load(self.map)
         for name, tests in {
             "clean_tensor_name": ["TestProcesses.test_second_rank"],
@@ -104,7 +104,7 @@ class TestRecording(CommandCase):
     def test_classes_of_device_types_complete_a_map(self):
         """The source has TestTyped.test_1, and the map TestTypedCPU.test_1_cpu."""
         self.write({"a/test_x": body("pass")})
-        self.run_command("--coverage", "--save-map", self.map, **self.with_torch)
+        self.run_command("--save-map", self.map, **self.with_torch)
         typed = """
             def instantiate_device_type_tests(cls, scope):
                 del scope[cls.__name__]
@@ -113,7 +113,7 @@ class TestRecording(CommandCase):
             instantiate_device_type_tests(TestTyped, globals())
         """
         self.write({"a/test_y": body("pass", name="TestTyped") + textwrap.dedent(typed)})
-        self.run_command("--coverage", "--map", self.map, "--save-map", self.map, **self.with_torch)
+        self.run_command("--map", self.map, "--save-map", self.map, **self.with_torch)
         self.assertIn(f"1 test in 1 file are not in {self.map}\n", self.err)
         self.assertNotIn("there is no such test", self.out)
         self.assertIn("\n1 passed, 0 failed, 0 skipped\n", self.out)
@@ -121,13 +121,13 @@ class TestRecording(CommandCase):
     def test_what_a_map_does_not_know_completes_it(self):
         head = "from torch.distributed.fsdp._core import Unit, gather, shard\n"
         self.write({"a/test_x": head + body("shard(1)", "Unit().back()"), "a/test_z": body("pass")})
-        self.run_command("--coverage", "--save-map", self.map, **self.with_torch)
+        self.run_command("--save-map", self.map, **self.with_torch)
         self.assertEqual(self.code, 0, self.out + self.err)
         skips = "raise unittest.SkipTest('')"
         self.write({"a/test_x": head + body("1/0", "gather(1)", "Unit().back()", skips)})
         (self.tree / "a/test_z.py").unlink()
         completed = self.root / "completed.json"
-        update = ["--coverage", "--map", self.map, "--save-map", completed]
+        update = ["--map", self.map, "--save-map", completed]
         self.run_command(*update, **self.with_torch)
         self.assertIn(f"2 tests in 1 file are not in {self.map}\n", self.err)
         self.assertRegex(self.out, r"\n1 passed, 0 failed, 1 skipped\n$")
@@ -136,9 +136,9 @@ class TestRecording(CommandCase):
         self.assertEqual(names, {"shard": {"1"}, "Unit.back": {"2", "3"}})
         self.assertEqual([test.test[-1] for test in made.tests], ["1", "2", "3"])  # and none of a file that is gone
         self.assertEqual(made.skipped, {"a/test_x": ["TestX.test_4"]})
-        update[2] = completed
+        update[1] = completed
         self.run_command(*update, **self.with_torch)
-        self.assertEqual((self.code, self.out), (5, "0 passed, 0 failed, 0 skipped\n"))
+        self.assertEqual((self.code, self.out), (5, "0 passed, 0 failed, 0 skipped\n"), self.err)
         self.assertIn(f"0 tests in 0 files are not in {completed}\n", self.err)
         write_sources(self.root / "site", _core=("x += LIMIT", "x -= LIMIT"))
         self.run_command(*update, **self.with_torch)
@@ -148,7 +148,7 @@ class TestRecording(CommandCase):
     def test_a_run_that_does_not_end_writes_no_map(self):
         files = {"test_x": body("self.fail()"), "test_y": PASS}
         says = ["no map was written, because the run did not finish"]
-        self.check(files, ["--coverage", "--save-map", self.map, "-j", 1], failed=1, says=says, **self.with_torch)
+        self.check(files, ["--save-map", self.map, "-j", 1], failed=1, says=says, **self.with_torch)
         self.assertFalse(self.map.exists())
 
 
@@ -180,7 +180,7 @@ class TestReaching(CommandCase):
         out = self.reach(f"{CORE}.Unit.step", "-v", "-j", 1)
         self.assertEqual(self.code, 0, out + self.err)
         ran = re.findall(r"ok +(\S+)|passed +TestX\.(test_\d)", out)
-        self.assertEqual(["".join(each) for each in ran], ["z/test_y", "test_2", "test_1", "test_x", "test_2"])
+        self.assertEqual(["".join(each) for each in ran], ["test_x", "test_2", "z/test_y", "test_2", "test_1"])
         self.assertEqual(self.err, "run_test.py: 3 tests in 2 files reach 1 of 1 function\n")
         self.assertNotIn("note:", out)
         (job,) = self.jobs("--map", self.map, "--reaching", "Unit.step", "-i", "test_x", **self.with_torch)
@@ -262,7 +262,7 @@ class TestReaching(CommandCase):
         self.assertEqual(self.err, "run_test.py: nothing that a test could reach has changed\n")
         self.assertNotIn("was recorded with", self.err)  # another build of the same version
         write_sources(self.root / "site", _core=("x += LIMIT", "x -= LIMIT"), version=("9.8.7", "9.9.0"))
-        self.assertEqual((self.selected("--changed"), self.code), ([["TestX.test_3", "TestX.test_2"]], 0))
+        self.assertEqual((self.selected("--changed"), self.code), ([["TestX.test_2", "TestX.test_3"]], 0))
         self.assertIn("the map was recorded with torch 9.8.7+y, but torch 9.9.0+x is installed\n", self.err)
 
     def test_a_test_that_is_gone(self):
@@ -281,8 +281,8 @@ class TestReaching(CommandCase):
             (["--map", self.tree / "test_x.py", "--changed"], "test_x.py is not a map of what tests reach"),
             (["--map", deep, "--changed"], "deep.json is nested too deeply to be read"),
             (["--map", self.map], "--map can only be used with --reaching, --changed or --save-map"),
-            (["--save-map", self.map], "--save-map can only be used with --coverage"),
-            (["--coverage", "--save-map", self.tree], "test is a folder; name a file"),
+            (["--save-map", self.map, "--coverage"], "--save-map records without --coverage; leave that out"),
+            (["--save-map", self.tree], "test is a folder; name a file"),
             (["--fail-fast", "--keep-going"], "--fail-fast and --keep-going cannot be used together"),
         ]
         self.check_errors(cases, **self.with_torch)

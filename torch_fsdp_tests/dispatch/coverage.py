@@ -7,14 +7,10 @@ interpreters (spawned ranks, programs that a test starts) and killed processes, 
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-
-from torch_fsdp_tests.reach import recording
-from torch_fsdp_tests.verdict import events
 
 LEAST = (7, 10)  # the first version that can follow a fork and save at os._exit, with which ranks exit
 RESULT = ".coverage"  # in the folder of reports
@@ -35,42 +31,15 @@ def missing_package() -> str | None:
     return None
 
 
-def begin(directory: Path, test_directory: Path, by_test: bool) -> tuple[str, ...]:
-    """Prepare a folder inside the run's folder, and return interpreter arguments that measure a process.
-
-    With ``by_test``, for :func:`record_by_test`, the folders of the map are measured instead of ``OF_TORCH``.
-    """
+def begin(directory: Path, test_directory: Path) -> tuple[str, ...]:
+    """Prepare a folder inside the run's folder, and return interpreter arguments that measure a process."""
     folder = directory / _INSIDE
     folder.mkdir()
     settings = folder / "settings"
-    of_torch = [f"*/torch/distributed/{pattern}" for pattern in OF_TORCH]
-    if by_test:
-        of_torch = [f"*/torch/{folder}/*" for folder in recording.FOLDERS]
-    measured = [f"{test_directory}/*", f"{_PACKAGE}/*", *of_torch]
-    lines = ["[run]", "parallel = true", "patch =", "  fork", "  _exit", f"data_file = {folder / RESULT}"]
-    if by_test:
-        lines.append("core = ctrace")  # the faster core of Python 3.14 cannot record by test
-    lines += ["include ="]
+    measured = [f"{test_directory}/*", f"{_PACKAGE}/*", *(f"*/torch/distributed/{pattern}" for pattern in OF_TORCH)]
+    lines = ["[run]", "parallel = true", "patch =", "  fork", "  _exit", f"data_file = {folder / RESULT}", "include ="]
     settings.write_text("\n".join([*lines, *(f"  {pattern}" for pattern in measured), ""]))
     return "-m", "coverage", "run", "--rcfile", str(settings)
-
-
-def record_by_test(file: str) -> None:
-    """Record by test which code a file runs, in this process and its forks."""
-    from coverage import Coverage
-
-    current: str | None = None
-
-    def switch(test: str | None) -> None:
-        nonlocal current
-        current = test
-        measured = Coverage.current()  # of this process; a fork has its own
-        if measured is not None:
-            measured.switch_context("" if test is None else recording.context(file, test))
-
-    events.watch(switch)
-    # This is for a fork that a test makes itself. Coverage.py registered earlier, so it measures the child already.
-    os.register_at_fork(after_in_child=lambda: None if current is None else switch(current))
 
 
 def end(directory: Path, reports: Path) -> str:

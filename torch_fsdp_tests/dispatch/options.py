@@ -250,7 +250,7 @@ def make_parser() -> Parser:
     words = "measure with coverage.py which lines of the tests, the harness, and torch's FSDP and state dicts run "
     words += f"(in {REPORTS}/.coverage)"
     add("-c", "--coverage", **flag, help=words)
-    words = "with --coverage: write a map of which tests execute which functions, for --reaching and --changed"
+    words = "write a map of which tests execute which functions and statements, for --reaching and --changed"
     add("--save-map", type=_path, metavar="FILE", help=words)
     lists: dict[str, Any] = {"type": Path, "metavar": "FILE"}
     words = "a list of tests that are disabled, slow or expected to fail (its schema is in dispatch/data); may be "
@@ -432,8 +432,8 @@ def _problem(run: RunTests, rerun_asked: bool) -> str | None:
 
         if (missing := coverage.missing_package()) is not None:
             return f"--coverage needs {missing}"
-    if run.save_map is not None and not run.coverage:
-        return "--save-map can only be used with --coverage"
+    if run.save_map is not None and run.coverage:
+        return "--save-map records without --coverage; leave that out"
     for option, path in (("--save-map", run.save_map), ("--record-behaviour", run.record_behaviour)):
         if path is not None and path.is_dir():
             return f"{option}: {path} is a folder; name a file"
@@ -470,8 +470,9 @@ def _launch_problem(launch: Launch | None, run: RunTests) -> str | None:
         return f"-j {run.jobs}: under a launcher files run one after the other, over all ranks; leave the option out"
     if run.devices is not None:
         return "--devices: under a launcher every rank takes the device of its LOCAL_RANK; leave the option out"
-    if run.coverage:
-        return "--coverage does not measure the processes of a launcher; run it without one"
+    if run.coverage or run.save_map:
+        option = "--coverage" if run.coverage else "--save-map"
+        return f"{option} does not measure the processes of a launcher; run it without one"
     if run.records_behaviour and (run.compare_behaviour or not launch.one_host):
         return "behaviour is recorded on one machine, and compared without a launcher"
     if (run.ranks or 1) > launch.world_size:

@@ -18,19 +18,17 @@ from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import Narrowed, UnknownTest
 from torch_fsdp_tests.dispatch.syntax import declared_tests
 from torch_fsdp_tests.installed_torch.version_ranges import numbers
-from torch_fsdp_tests.reach import recording
+from torch_fsdp_tests.reach import order, recording
 from torch_fsdp_tests.reach.changes import Change, Changes, UnknownChange
-from torch_fsdp_tests.reach.order import Order, batches, kills_in
 from torch_fsdp_tests.reach.reachmap import MalformedMap, Reached, ReachMap, by_file, declared_as
+from torch_fsdp_tests.reach.recording import Recorder
 from torch_fsdp_tests.reach.selection import Selection, select
-from torch_fsdp_tests.verdict import Scope, State, first_few, plural
+from torch_fsdp_tests.verdict import Scope, State, events, first_few, plural
 
 if TYPE_CHECKING:
     from torch_fsdp_tests.dispatch.run_results import Results
 
 SHIPPED = Path(recording.__file__).parent / "data"
-KILLS = SHIPPED / "kills.jsonl"  # which tests killed mutants before
-MUTANTS = "mutants/findings.jsonl"  # the same for the user's own mutants, in the folder of reports
 
 
 def narrow(run: RunTests, selection: Sequence[TestRun], device: str) -> Narrowed:
@@ -45,13 +43,13 @@ def narrow(run: RunTests, selection: Sequence[TestRun], device: str) -> Narrowed
         found_changes = [changes.find(what) for what in run.reaching]
         if run.changed:
             found_changes.append(changes.since_recorded())
-    edits = [edit for change in found_changes for edit in change.edits]
+    changed = {name: change.statements.get(name, ()) for change in found_changes for name in change.names}
+    mentioned = {name for change in found_changes for name in change.mentioned}
     texts = {test.file: source_of(run.test_directory / f"{test.file}.py") for test in selection}
-    order = Order(known, texts, kills_in(KILLS, run.reports / MUTANTS))
     used = {name for change in found_changes for name in change.used}
     using = [file for file, text in texts.items() if used.intersection(re.findall(r"\w+", text))] if used else []
     names = (name for change in found_changes for name in sorted(change.names))
-    chosen = select(names, known, lambda tests: order.sort(tests, edits), using)
+    chosen = select(names, known, lambda tests: order.sort(known, tests, changed, mentioned), using)
     tests = keep(selection, chosen.tests)
     unmapped, left_out, skipped = list[TestRun](), list[str](), 0
     if chosen.functions:
@@ -63,7 +61,7 @@ def narrow(run: RunTests, selection: Sequence[TestRun], device: str) -> Narrowed
         skipped = len(known.unknown(declared, with_skipped=True)) - len(others)
         unmapped = [
             dataclasses.replace(each, included=_spelled(each, texts[each.file]), seconds=None)
-            for each in keep(selection, order.sort(others, edits))
+            for each in keep(selection, others)
         ]
     remarks = [*_remarks(found_changes, chosen, tests, known, version)]
     if unmapped:
@@ -128,7 +126,7 @@ def keep(selection: Sequence[TestRun], tests: Sequence[Reached]) -> list[TestRun
         inside = [test.test for test in tests if test.file == file]
         kept |= {(file, inside[index]) for index in part.selected(inside)}
     narrowed = []
-    for batch in batches(test for test in tests if (test.file, test.test) in kept):
+    for batch in order.batches(test for test in tests if (test.file, test.test) in kept):
         file, names = batch[0].file, tuple(test.test for test in batch)
         seconds = sum(test.seconds for test in batch)
         narrowed.append(TestRun(file, frozenset(names), parts[file].excluded, names, seconds))
@@ -202,16 +200,29 @@ def shipped(version: str, folder: Path) -> Path:
     """The map of this version of torch, or of the latest earlier one, or of the first later one."""
     maps = {numbers(path.stem.removeprefix("map-")): path for path in folder.glob("map-*.json")}
     if not maps:
-        remedy = "record one with --coverage --save-map FILE, and name it with --map"
+        remedy = "record one with --save-map FILE, and name it with --map"
         raise UnknownChange(f"there is no map of what tests reach: {remedy}")
     earlier = [known for known in maps if known <= numbers(version)]
     return maps[max(earlier) if earlier else min(maps)]
 
 
+def records(run: RunTests) -> Path:
+    """The file of what tests ran so far, beside the map that will be made of it."""
+    assert run.save_map is not None
+    return run.save_map.with_name(f"{run.save_map.name}.records")
+
+
+def record(run: RunTests, file: str) -> None:
+    """Record what the tests of a file run, in this process and in its forks, for :func:`save`."""
+    root, _ = _installed()
+    recorder = Recorder(root, records(run), file)
+    events.watch(recorder.switch)
+    recorder.start()
+
+
 def save(run: RunTests, path: Path, results: Results) -> str:
     """Write the map of a recorded run, and say what is in it. Raises ``OSError``."""
-    from torch_fsdp_tests.dispatch import coverage  # imported late, because a plan records nothing
-    from torch_fsdp_tests.dispatch.atomic import write_text
+    from torch_fsdp_tests.dispatch.atomic import write_text  # imported late, because a plan records nothing
 
     root, version = devices.torch_folder(), devices.torch_version()
     if results.not_started or results.signal is not None:
@@ -220,7 +231,9 @@ def save(run: RunTests, path: Path, results: Results) -> str:
         return "no map was written, because torch is not installed"
     tests = {(file.job.part.name, test.name): test for file, test in results.tests() if test.scope is Scope.TEST}
     seconds = {key: test.seconds for key, test in tests.items() if test.outcome.is_executed}
-    made = recording.make(run.reports / coverage.RESULT, seconds, root, version)
+    records(run).touch()  # which no test file does where no test was left to run
+    made = recording.make(records(run), seconds, root, version)
+    records(run).unlink()
     skipped = by_file(key for key, test in tests.items() if test.outcome is State.SKIPPED)
     made = dataclasses.replace(made, device=str(results.facts().get("device", made.device)), skipped=skipped)
     if run.completes_map and run.map is not None:

@@ -214,9 +214,9 @@ def main(argv: Sequence[str]) -> None:
     # On SIGTERM write the stacks, and then die of the signal.
     faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
     if orders.run.save_map is not None:
-        from torch_fsdp_tests.dispatch import coverage
+        from torch_fsdp_tests.dispatch import reaching
 
-        coverage.record_by_test(orders.part.name)
+        reaching.record(orders.run, orders.part.name)
     run = install(orders)
     _become(file, arguments[arguments[:1] == ["--"] :], orders.run.test_directory)
     try:

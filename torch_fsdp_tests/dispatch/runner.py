@@ -138,8 +138,11 @@ class Runner:
         self._queue = [_Waiting(job) for job in self._planned.jobs]
         self._console.begin()
         if self._run.coverage:
-            by_test = self._run.save_map is not None
-            self._measure = coverage.begin(self._children.directory, self._run.test_directory, by_test)
+            self._measure = coverage.begin(self._children.directory, self._run.test_directory)
+        if self._run.save_map is not None:
+            from torch_fsdp_tests.dispatch import reaching  # imported late, because few runs need it
+
+            reaching.records(self._run).write_bytes(b"")
         try:
             self._prepare_forks()
             while self._running or (self._queue and not self._stopping):

@@ -33,7 +33,7 @@ from torch_fsdp_tests.processes import foreign, forkserver, messages, system
 from torch_fsdp_tests.processes.leaks import TIDY_LIMIT, end_strays
 from torch_fsdp_tests.processes.messages import Connection
 from torch_fsdp_tests.ranks import protocol, rank
-from torch_fsdp_tests.verdict import stream
+from torch_fsdp_tests.verdict import events, stream
 
 __unittest = True
 
@@ -238,6 +238,7 @@ def _run(control: socket.socket) -> None:
     stream.detach()
     system.adopt_orphans()
     server = Server(control)
+    events.enter(None)  # what this process imports belongs to no test
     for remark in forkserver.preload(torch_facts.PRELOADED, torch_facts.IMPORTED_LATE):
         print(f"torch_fsdp_tests: {remark}", file=sys.stderr, flush=True)
     server.serve()

@@ -7,21 +7,19 @@ that a change of comments or layout does not count.
 from __future__ import annotations
 
 import ast
-import contextlib
 import dataclasses
 import functools
 import io
 import re
 import sys
 import tokenize
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
 from torch_fsdp_tests.reach import diffs, recording
 from torch_fsdp_tests.reach.functions import Function, digests, find_root, functions_in, module_name, statements_in
-from torch_fsdp_tests.reach.order import Edit
-from torch_fsdp_tests.reach.reachmap import ReachMap, scopes_around
+from torch_fsdp_tests.reach.reachmap import ReachMap
 from torch_fsdp_tests.verdict import first_few
 
 _LINES = re.compile(r"(.+\.py):(\d+)(?:-(\d+))?")
@@ -32,7 +30,6 @@ _NO_CODE = {
 ALL = ("distributed",)  # the folders of the package that are compared with another tree
 _NAME = re.compile(r"\w+")
 _ATTRIBUTE = re.compile(r"\.(\w+)")
-_READ = 20  # functions whose source is read for the order of tests; of more, only the names count
 
 
 def standard_input() -> str:
@@ -51,11 +48,12 @@ class UnknownChange(ValueError):
 
 @dataclasses.dataclass
 class Change:
-    """The names of what changes, remarks on what could not be determined, and the changed code where it is known."""
+    """The names of what changes, what is known about it, and remarks on what could not be determined."""
 
     names: set[str] = dataclasses.field(default_factory=set)
     remarks: list[str] = dataclasses.field(default_factory=list)
-    edits: list[Edit] = dataclasses.field(default_factory=list, compare=False)
+    statements: dict[str, set[int]] = dataclasses.field(default_factory=dict, compare=False)  # the numbers by function
+    mentioned: set[str] = dataclasses.field(default_factory=set, compare=False)  # functions that the changed lines name
     used: set[str] = dataclasses.field(default_factory=set)  # changed names that test files may import
     without_code: list[str] = dataclasses.field(default_factory=list)  # files of which only comments or layout change
     unknown: list[str] = dataclasses.field(default_factory=list)  # files whose tests are not in the map
@@ -102,7 +100,6 @@ class Changes:
             content = _read(paths[module]) if module in paths else None
             now = None if before is None or content is None else self._parsed(content, module, change)
             change.names |= {module} if before is None or now is None else _differing(before.parts, now)
-        change.edits += self._whole(change.names)
         return change
 
     # --- names and files ------------------------------------------------------------------------------------------
@@ -117,19 +114,7 @@ class Changes:
         for name in names:
             held = {each for each in self._all_names if each.startswith(f"{name}.") and self._map.is_function(each)}
             functions |= {name} if self._map.is_function(name) or not held else held
-        return Change(functions, edits=[*self._whole(functions)])
-
-    def _whole(self, names: Collection[str]) -> Iterator[Edit]:
-        """An edit of each of these functions with all of its source, or nothing if they are many."""
-        by_module: dict[str, list[str]] = {}
-        for name in names if len(names) <= _READ else ():
-            module = next((each for each in scopes_around(name) if each in self._map.modules), "")
-            by_module.setdefault(module, []).append(name)
-        for module, inside in by_module.items():
-            content = self._read_module(module) if module else None
-            with contextlib.suppress(SyntaxError, ValueError):
-                code = Code(module, content or b"")
-                yield from (Edit(name, around=code.text(name)) for name in inside)
+        return Change(functions)
 
     def _named(self, text: str) -> tuple[str, ...]:
         """Look up a full name, the end of a name (``FlatParamHandle.unshard``), or a name that a package exports."""
@@ -215,10 +200,10 @@ class Changes:
         try:
             numbers = range(first, last + 1)
             names = _around(content, module, numbers)
-            text = "\n".join(content.decode(errors="surrogateescape").split("\n")[first - 1 : last])
-            made = Code(module, content).edits([(number, number, text) for number in numbers])
-            without_code = [] if names else [f"{file}:{first}-{last}"]
-            return Change(names, edits=[*self._numbered(made, module, content)], without_code=without_code)
+            change = Change(names, without_code=[] if names else [f"{file}:{first}-{last}"])
+            lines = content.decode(errors="surrogateescape").split("\n")[first - 1 : last]
+            self._add_statements(module, content, numbers, "\n".join(lines), change)
+            return change
         except (SyntaxError, ValueError) as error:
             raise UnknownChange(f"{file} is not valid Python: {error}") from error
 
@@ -245,20 +230,24 @@ class Changes:
         return change
 
     def _difference(self, module: str, ours: bytes | None, theirs: bytes | None, change: Change) -> set[str]:
-        """The names of what differs in a module. Remarks and edits are added to the change."""
+        """The names of what differs in a module. Remarks and statements are added to the change."""
         sides = [None if side is None else self._parsed(side, module, change) for side in (ours, theirs)]
         if sides[0] is None or sides[1] is None:
             return {module}
         assert ours is not None and theirs is not None
         names = _differing(sides[0], sides[1])
-        made = Code(module, ours).edits(_regions(ours, theirs))
-        change.edits += self._numbered((edit for edit in made if edit.name in names), module, ours)
+        self._add_statements(module, ours, *_differing_lines(ours, theirs), change)
         return names
 
-    def _numbered(self, edits: Iterable[Edit], module: str, content: bytes) -> Iterator[Edit]:
-        """The edits, with numbers of statements only if the map was recorded with this content."""
-        for edit in edits:
-            yield edit if self._map.has(module, content) else dataclasses.replace(edit, statements=frozenset())
+    def _add_statements(self, module: str, content: bytes, lines: Collection[int], text: str, change: Change) -> None:
+        """Add the statements on these lines, and what their text names, if the map was recorded with this content."""
+        if not self._map.has(module, content):
+            return
+        for _, each in statements_in(ast.parse(content), module):
+            if not set(lines).isdisjoint(range(each.first, each.last + 1)):
+                change.statements.setdefault(each.function, set()).add(each.number)
+        words = {*_NAME.findall(text)}
+        change.mentioned |= {f for f in self._map.modules[module].functions if f.rpartition(".")[2] in words}
 
     # --- diffs ----------------------------------------------------------------------------------------------------
 
@@ -404,45 +393,25 @@ def _differing(before: Mapping[str, str], after: Mapping[str, str]) -> set[str]:
     return {name for name in {**before, **after} if before.get(name) != after.get(name)}
 
 
-_Region = tuple[int, int, str]  # the first and the last line, and the text on both sides
-
-
-def _regions(before: bytes, after: bytes) -> Iterator[_Region]:
-    """The regions that differ. Added lines count to the line before which they are added."""
+def _differing_lines(before: bytes, after: bytes) -> tuple[set[int], str]:
+    """The numbers of the lines that differ, and the text of both sides. An added line counts to the one after it."""
     import difflib
 
     ours, theirs = (side.decode(errors="surrogateescape").split("\n") for side in (before, after))
+    numbers, text = set[int](), list[str]()
     for tag, first, last, start, end in difflib.SequenceMatcher(None, ours, theirs).get_opcodes():
         if tag != "equal":
-            yield first + 1, max(first + 1, last), "\n".join([*ours[first:last], *theirs[start:end]])
+            numbers.update(range(first + 1, max(first + 1, last) + 1))
+            text += [*ours[first:last], *theirs[start:end]]
+    return numbers, "\n".join(text)
 
 
 class Code:
-    """The source of a module, to be cut into edits. Raises ``SyntaxError``."""
+    """The source of a module. Raises ``SyntaxError``."""
 
     def __init__(self, module: str, content: bytes) -> None:
         self._module, self._parts = module, functions_in(content, module)
         self._lines = content.decode(errors="surrogateescape").split("\n")
-
-    def edits(self, regions: Iterable[_Region]) -> Iterator[Edit]:
-        """An edit for each function, class or module in which something differs."""
-        statements = statements_in(self._parts[0].scope, self._module)
-        touched: dict[str, set[int]] = {}
-        texts: dict[str, list[str]] = {}
-        for first, last, text in regions:
-            name = _innermost(self._parts, first).name
-            touched.setdefault(name, set()).update(range(first, last + 1))
-            texts.setdefault(name, []).append(text)
-        for name, lines in touched.items():
-            inside = [(node, each) for node, each in statements if each.function == name]
-            changed = [(node, each) for node, each in inside if lines.intersection(range(each.first, each.last + 1))]
-            yield Edit(
-                name,
-                "\n".join(dict.fromkeys(texts[name])),
-                self.text(name),
-                " ".join(messages(node) for node, _ in changed),
-                frozenset(each.number for _, each in changed),
-            )
 
     def outermost(self) -> list[str]:
         """The names of functions and classes outside of others."""
@@ -468,14 +437,3 @@ class Code:
         """The source of a function, and with ``of_classes`` also that of a class. Otherwise nothing."""
         parts = (part for part in self._parts if part.name == name and (of_classes or part.body is not None))
         return "\n".join(line for part in parts for line in self._lines[part.first - 1 : part.last])
-
-
-def messages(node: ast.stmt) -> str:
-    """The texts of the errors and warnings that a statement gives, or decides on."""
-    given = [each for each in node.body if isinstance(each, ast.Raise)] if isinstance(node, ast.If) else [node]
-    texts = []
-    for each in given:
-        called = ast.unparse(each.value.func) if isinstance(each, ast.Expr) and isinstance(each.value, ast.Call) else ""
-        if isinstance(each, (ast.Raise, ast.Assert)) or re.search("assert|raise|warn", called):
-            texts += [n.value for n in ast.walk(each) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-    return " ".join(texts)

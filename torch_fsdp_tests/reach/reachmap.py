@@ -69,7 +69,7 @@ class ReachMap:
     @classmethod
     def load(cls, path: Path) -> ReachMap:
         """Read a map. Raises :class:`MalformedMap`, and ``OSError`` where the file cannot be read."""
-        remedy = "record one with run_test.py --coverage --save-map FILE"
+        remedy = "record one with run_test.py --save-map FILE"
         try:
             data = json.loads(path.read_bytes())
             if data["format"] != FORMAT:
@@ -136,9 +136,15 @@ class ReachMap:
             bits |= self.reached[each]
         return bits
 
-    def running(self, function: str, statement: int) -> int:
-        """The tests that run a statement of a function."""
+    def running(self, function: str, statement: int | None) -> int:
+        """The tests that run a statement of a function, or any (None)."""
+        if statement is None:
+            return self.bits_of(function)
         return self.statements.get(function, {}).get(statement, self.reached.get(function, 0))
+
+    def rows(self, function: str) -> list[int]:
+        """The tests that enter a function, and those that run each statement that not all of them run."""
+        return [bits for bits in (self.reached.get(function, 0), *self.statements.get(function, {}).values()) if bits]
 
     def has(self, module: str, content: bytes) -> bool:
         """Whether a module had this content when the map was recorded."""
@@ -220,8 +226,11 @@ class ReachMap:
 
     def in_order(self, tests: int) -> list[Reached]:
         """A set of tests in order: the most specific first, and the fastest among equals."""
-        reached = [test for test, bit in zip(self.tests, reversed(f"{tests:b}"), strict=False) if bit == "1"]
-        return sorted(reached, key=lambda test: (test.breadth, test.seconds, test.file, test.test))
+        return sorted(self.members(tests), key=lambda test: (test.breadth, test.seconds, test.file, test.test))
+
+    def members(self, tests: int) -> list[Reached]:
+        """A set of tests in the order of the map."""
+        return [test for test, bit in zip(self.tests, reversed(f"{tests:b}"), strict=False) if bit == "1"]
 
 
 class Executed(NamedTuple):

@@ -75,4 +75,4 @@ tried: 2.9, 2.13, 2.15
 -    optim.zero_grad(set_to_none=True)
 +    for param, grad in grads:
 +        param.grad = grad
-"""  # noqa: E501
+"""

@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests.dispatch import devices, reaching
+from torch_fsdp_tests.dispatch import devices
 from torch_fsdp_tests.dispatch.discover import discover, source_of
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.select import select
 from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.reach import ReachMap
-from torch_fsdp_tests.reach.order import kills_in
 from torch_fsdp_tests.tools.mutants import mutant, options, report
 from torch_fsdp_tests.tools.mutants.kinds import KINDS
 from torch_fsdp_tests.tools.mutants.mutant import NoPackage, Tests
@@ -43,8 +42,7 @@ def _main(options: Namespace) -> ExitStatus:
     device = devices.find(None, None, os.environ)
     mutants = list(mutant.all_of(options.packages, device.type == devices.CPU, options.module))
     chosen, excluded = _choose(options, mutants), Counter(each.excluded for each in mutants if each.excluded)
-    kills = kills_in(reaching.KILLS, options.output / report.RECORD)
-    tests = Tests(ReachMap.load(options.map), _sources(options), kills)
+    tests = Tests(ReachMap.load(options.map), _sources(options))
     if options.sample is not None:
         run = [each for each in chosen if tests.is_run(each)]
         excluded["code that no test runs"] += len(chosen) - len(run)
@@ -77,8 +75,6 @@ def _main(options: Namespace) -> ExitStatus:
     finally:
         data = report.as_json(facts, findings, excluded, options.command, len(chosen))
         report.write(options.output, data)
-        if options.save_kills is not None:
-            report.save_kills(options.save_kills, findings)
     print(report.text(data))
     _say(f"report: {os.path.relpath(options.output / report.FILE)}")
     return status

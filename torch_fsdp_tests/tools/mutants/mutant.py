@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from torch_fsdp_tests.reach import Reached, ReachMap, module_name
-from torch_fsdp_tests.reach.changes import Changes, Code, messages
+from torch_fsdp_tests.reach.changes import Changes, Code
 from torch_fsdp_tests.reach.functions import find_root
-from torch_fsdp_tests.reach.order import Edit, Order
+from torch_fsdp_tests.reach.order import sort
 from torch_fsdp_tests.reach.selection import select
 from torch_fsdp_tests.tools.mutants.sites import Mutant, Source
 
@@ -71,24 +71,14 @@ def _place(id: str, seed: int) -> bytes:
 class Tests:
     """The tests that could kill a mutant, the most relevant first."""
 
-    def __init__(
-        self,
-        reach: ReachMap,
-        sources: Mapping[str, str],
-        kills: Mapping[str, Iterable[tuple[str, str]]] | None = None,
-    ) -> None:
-        """``sources`` are the texts of the test files, by name. Only tests of these files count. ``kills`` are the
-        tests that killed mutants of a function in an earlier run, by function.
-        """
-        self._map, self._sources, self._order = reach, sources, Order(reach, sources, kills)
+    def __init__(self, reach: ReachMap, sources: Mapping[str, str]) -> None:
+        """``sources`` are the texts of the test files, by name. Only tests of these files count."""
+        self._map, self._sources = reach, sources
 
     def for_mutant(self, mutant: Mutant) -> Sequence[Reached]:
         """The tests that run the changed statement, or its function if the file differs from the recorded one."""
         number = self._statement(mutant)
-        around = self._code(mutant.module, mutant.path).text(mutant.function)
-        statements = frozenset[int]() if number is None else frozenset({number})
-        edit = Edit(mutant.function, "\n".join(mutant.change), around, messages(mutant.statement), statements)
-        return self._order.sort(self._of(mutant), [edit])
+        return sort(self._map, self._of(mutant), {mutant.function: () if number is None else (number,)})
 
     def code(self, mutant: Mutant) -> str:
         """A digest of the source of the function or class that the mutant changes."""

@@ -72,8 +72,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     words += "the most specific tests run first (default: no limit)"
     add("--budget", type=float, default=math.inf, metavar="S", help=words)
     add("--resume", action="store_true", help="keep the results that exist, and try the rest")
-    words = "add to FILE which tests killed which mutants; --reaching runs the tests in the file that ships first"
-    add("--save-killed", type=Path, dest="save_kills", metavar="FILE", help=words)
     words = f"the folder for results (default: {REPORTS}/mutants)"
     add("--output", type=Path, default=RESULTS, metavar="DIR", help=words)
     given = parser.parse_args(argv)
@@ -85,12 +83,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--budget must be greater than 0")
     if not given.test_directory.is_dir():
         parser.error(f"the test directory {given.test_directory} does not exist; name one with --test-directory")
-    for option, folder in ("--output", given.output), ("--save-killed", given.save_kills and given.save_kills.parent):
-        try:
-            if folder is not None:
-                try_folder(folder)
-        except OSError as error:
-            parser.error(f"{option}: {folder} cannot be written to: {error.strerror or error}")
+    try:
+        try_folder(given.output)
+    except OSError as error:
+        parser.error(f"--output: {given.output} cannot be written to: {error.strerror or error}")
     for option, file in ("--map", given.map), ("--equivalent", given.equivalent):
         if file is not None and (file.is_dir() or not os.access(file, os.R_OK)):
             parser.error(f"{option}: {file} is not a file that can be read; name another one, or leave the option out")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch_fsdp_tests.tools.mutants.outcomes import MutantOutcome, MutantResult
 
 VERSION = 1
 RECORD, FILE = "findings.jsonl", "mutants.json"
-_TEST = re.compile(r"[\w/]+::[\w.]+")  # what killed a mutant, if it was a test, and not a whole file or a program
 
 
 def as_json(
@@ -60,14 +58,6 @@ def _row(name: str, findings: Sequence[MutantResult]) -> dict[str, Any]:
 def write(folder: Path, data: Mapping[str, Any]) -> None:
     """Write the data as JSON. Raises ``OSError``."""
     write_text(folder / FILE, json.dumps(data, indent=1) + "\n")
-
-
-def save_kills(path: Path, findings: Iterable[MutantResult]) -> None:
-    """Add which tests killed mutants of which functions to a record, or make a new one. Raises ``OSError``."""
-    lines = set(path.read_text(encoding="utf-8").splitlines()) if path.is_file() else set()
-    killed = [each for each in findings if _TEST.fullmatch(each.by)]
-    lines |= {json.dumps({"id": ":".join(each.id.split(":")[:2]), "by": each.by}) for each in killed}
-    write_text(path, "".join(f"{line}\n" for line in sorted(lines)))
 
 
 def _percent(share: float | None) -> str:
