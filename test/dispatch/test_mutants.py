@@ -427,12 +427,13 @@ class TestDraw(unittest.TestCase):
 class TestTests(FolderCase):
     """Without it, a mutant could be tried without a test that kills it, or be called equivalent where it is not."""
 
-    def test_processes_are_short_at_first(self):
+    def test_a_process_has_few_tests_that_are_close(self):
         tests = [Reached("a", f"T.t{n}", 0.1, n) for n in range(9)]
         tests[1:1] = [Reached("b", "T.x", 0.1, 0)]
         names = [[f"{test.file}.{test.test[2:]}" for test in batch] for batch in batches(tests)]
-        self.assertEqual(names, [["a.t0", "a.t1"], ["b.x"], [f"a.t{n}" for n in range(2, 9)]])
-        self.assertEqual([len(batch) for batch in batches(tests, first=8)], [8, 1, 1])
+        expected = [["a.t0", "a.t1", "a.t2", "a.t3"], ["b.x"], ["a.t4", "a.t5", "a.t6", "a.t7"], ["a.t8"]]
+        self.assertEqual(names, expected)
+        self.assertEqual([len(batch) for batch in batches(tests, 8)], [8, 1, 1])
 
     def test_the_first_that_fit_and_at_least_one(self):
         tests = [Reached("a", f"T.t{n}", 2.0, n) for n in range(4)]

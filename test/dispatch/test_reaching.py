@@ -187,19 +187,23 @@ class TestReaching(CommandCase):
         self.assertEqual((job["file"], job["tests"]), ("test_x", ["TestX.test_2"]))
 
     def test_a_file_has_several_parts(self):
-        names = [(f"test_{file}", f"TestX.test_{number}") for number in (1, 2, 3, 4) for file in "ab"]
+        names = [(f"test_{file}", f"TestX.test_{number}") for number in range(1, 7) for file in "ab"]
         executed = {name: Executed([f"{CORE}.shard"], 1.0 + place) for place, name in enumerate(names)}
         self.map.write_text(build("9.8.7", executed, modules_of(self.root / "site/torch")).as_text())
-        self.write({"test_a": body("pass", "pass", "1/0", "pass"), "test_b": body(*["pass"] * 4)})
+        self.write({"test_a": body(*["pass"] * 4, "1/0", "pass"), "test_b": body(*["pass"] * 6)})
         others = ("-x", "test_x", "more", "z")
         jobs = self.jobs("--map", self.map, "--reaching", "shard", *others, **self.with_torch)
         parts = [(job["file"], job["shard_id"], job["num_shards"], job["tests"]) for job in jobs]
-        tests = [f"TestX.test_{number}" for number in (1, 2, 3, 4)]
-        expected = [("test_a", 1, 2, tests[:2]), ("test_b", 1, 1, tests), ("test_a", 2, 2, tests[2:])]
+        tests = [f"TestX.test_{number}" for number in range(1, 7)]
+        expected = [
+            (file, part, 2, tests[cut])
+            for part, cut in ((1, slice(4)), (2, slice(4, 6)))
+            for file in ("test_a", "test_b")
+        ]
         self.assertEqual(parts, expected)
         out = self.reach("shard", "--keep-going", "-j", 1, *others)
-        self.assertEqual((self.code, out.splitlines()[-1]), (1, "7 passed, 1 failed, 0 skipped"), out)
-        self.assertEqual([job["tests"] for job in self.jobs("--failed", **self.with_torch)], [["TestX.test_3"]])
+        self.assertEqual((self.code, out.splitlines()[-1]), (1, "11 passed, 1 failed, 0 skipped"), out)
+        self.assertEqual([job["tests"] for job in self.jobs("--failed", **self.with_torch)], [["TestX.test_5"]])
 
     def test_what_no_test_reaches(self):
         news = f"no test enters 2 functions of the change, so nothing guards it: {CORE}.Unit.back, {CORE}.gather\n"

@@ -9,9 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from torch_fsdp_tests.reach.reachmap import Reached, ReachMap
 
 START = 0.3  # seconds that a test costs in addition to its own
-FIRST_BATCH = 2  # tests in the first process; each further process has up to twice as many, but no more than MAX_BATCH
-MAX_BATCH = 8
-LOOKAHEAD = 4  # how far ahead a process looks for tests of its file, as a multiple of its number of tests
+BATCH = 4  # tests in a process, which looks for them among twice as many
 
 
 def sort(
@@ -45,14 +43,11 @@ def within(budget: float, tests: Iterable[Reached]) -> list[Reached]:
     return chosen
 
 
-def batches(tests: Iterable[Reached], first: int = FIRST_BATCH) -> Iterator[tuple[Reached, ...]]:
-    """Divide tests into processes, in their order. A process has tests of one file that come soon after each other.
-    The first one has at most ``first``.
-    """
-    left, size = [*tests], first
+def batches(tests: Iterable[Reached], size: int = BATCH) -> Iterator[tuple[Reached, ...]]:
+    """Divide tests into processes, in their order. A process has tests of one file that come soon after each other."""
+    left = [*tests]
     while left:
-        batch = [test for test in left[: LOOKAHEAD * size] if test.file == left[0].file][:size]
+        batch = [test for test in left[: 2 * size] if test.file == left[0].file][:size]
         yield tuple(batch)
         taken = set(batch)
         left = [test for test in left if test not in taken]
-        size = min(2 * size, MAX_BATCH)

@@ -22,7 +22,7 @@ from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.processes.children import Children
 from torch_fsdp_tests.reach import Reached
-from torch_fsdp_tests.reach.order import FIRST_BATCH, MAX_BATCH, batches, within
+from torch_fsdp_tests.reach.order import BATCH, batches, within
 from torch_fsdp_tests.tools.mutants import hook
 from torch_fsdp_tests.tools.mutants.mutant import Tests
 from torch_fsdp_tests.tools.mutants.outcomes import MutantOutcome, MutantResult
@@ -107,7 +107,7 @@ class Trials:
         seconds = 0.0
         reaching = self._tests.for_mutant(mutant)
         chosen = within(self._options.budget, reaching)
-        for batch in batches(chosen, FIRST_BATCH if self._may_fork(mutant.id) else MAX_BATCH):
+        for batch in batches(chosen, BATCH if self._may_fork(mutant.id) else 2 * BATCH):
             while batch:
                 attempt = yield Work(mutant.id, batch)
                 seconds += attempt.seconds
