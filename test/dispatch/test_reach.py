@@ -427,8 +427,13 @@ class TestChanges(SourcesCase):
             change = self.change(what)
             (name,) = change.names
             self.assertEqual((change.statements.get(name, set()), change.mentioned), (statements, mentioned), what)
-        self.core.write_text(self.core.read_text().replace("size = 1", "size = 2"))  # so the numbers may differ
-        self.assertEqual(self.change(mentions).statements, {})
+        for old, new, known in (
+            ("size = 1", "size = 2", {0}),
+            ("x += LIMIT", "x -= gather(LIMIT)", {0}),
+            ("-=", "*=", None),
+        ):
+            self.core.write_text(self.core.read_text().replace(old, new))  # of another function, of the change, of both
+            self.assertEqual(self.change(mentions).statements.get(f"{CORE}.shard"), known, new)
 
     def test_a_module_outside_of_the_map_stands_for_what_uses_it(self):
         """No test enters the user ``Unit.back``."""

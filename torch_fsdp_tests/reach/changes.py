@@ -201,8 +201,7 @@ class Changes:
             numbers = range(first, last + 1)
             names = _around(content, module, numbers)
             change = Change(names, without_code=[] if names else [f"{file}:{first}-{last}"])
-            lines = content.decode(errors="surrogateescape").split("\n")[first - 1 : last]
-            self._add_statements(module, content, numbers, "\n".join(lines), change)
+            self._add_statements(module, content, [slice(first - 1, last)], change)
             return change
         except (SyntaxError, ValueError) as error:
             raise UnknownChange(f"{file} is not valid Python: {error}") from error
@@ -236,18 +235,28 @@ class Changes:
             return {module}
         assert ours is not None and theirs is not None
         names = _differing(sides[0], sides[1])
-        self._add_statements(module, ours, *_differing_lines(ours, theirs), change)
+        found = Change(names)
+        for side, regions in zip((ours, theirs), _regions(ours, theirs), strict=True):
+            self._add_statements(module, side, regions, found)
+        change.statements |= found.statements
+        change.mentioned |= found.mentioned
         return names
 
-    def _add_statements(self, module: str, content: bytes, lines: Collection[int], text: str, change: Change) -> None:
-        """Add the statements on these lines, and what their text names, if the map was recorded with this content."""
-        if not self._map.has(module, content):
-            return
+    def _add_statements(self, module: str, content: bytes, regions: Iterable[slice], change: Change) -> None:
+        """Add the statements in these regions of lines of a module, and the functions of the module that they mention.
+
+        Only of functions that are as they were recorded, in the installed module or in the other side of the change.
+        """
+        recorded = self._map.modules[module].functions if module in self._map.modules else {}
+        same = recorded.items() & digests(functions_in(content, module)).items()
+        functions = {name for name, _ in same} & change.names
+        lines, regions = content.decode(errors="surrogateescape").split("\n"), [*regions]
+        touched = {number for each in regions for number in range(each.start + 1, max(each.stop, each.start + 1) + 1)}
         for _, each in statements_in(ast.parse(content), module):
-            if not set(lines).isdisjoint(range(each.first, each.last + 1)):
+            if each.function in functions and not touched.isdisjoint(range(each.first, each.last + 1)):
                 change.statements.setdefault(each.function, set()).add(each.number)
-        words = {*_NAME.findall(text)}
-        change.mentioned |= {f for f in self._map.modules[module].functions if f.rpartition(".")[2] in words}
+        words = {word for each in regions for word in _NAME.findall("\n".join(lines[each]))}
+        change.mentioned |= {name for name in recorded if name.rpartition(".")[2] in words}
 
     # --- diffs ----------------------------------------------------------------------------------------------------
 
@@ -393,17 +402,15 @@ def _differing(before: Mapping[str, str], after: Mapping[str, str]) -> set[str]:
     return {name for name in {**before, **after} if before.get(name) != after.get(name)}
 
 
-def _differing_lines(before: bytes, after: bytes) -> tuple[set[int], str]:
-    """The numbers of the lines that differ, and the text of both sides. An added line counts to the one after it."""
+def _regions(before: bytes, after: bytes) -> tuple[list[slice], list[slice]]:
+    """The lines that differ, on both sides. A region is empty where the other side has lines before it."""
     import difflib
 
     ours, theirs = (side.decode(errors="surrogateescape").split("\n") for side in (before, after))
-    numbers, text = set[int](), list[str]()
-    for tag, first, last, start, end in difflib.SequenceMatcher(None, ours, theirs).get_opcodes():
-        if tag != "equal":
-            numbers.update(range(first + 1, max(first + 1, last) + 1))
-            text += [*ours[first:last], *theirs[start:end]]
-    return numbers, "\n".join(text)
+    differing = [
+        codes[1:] for codes in difflib.SequenceMatcher(None, ours, theirs).get_opcodes() if codes[0] != "equal"
+    ]
+    return [slice(*each[:2]) for each in differing], [slice(*each[2:]) for each in differing]
 
 
 class Code:
