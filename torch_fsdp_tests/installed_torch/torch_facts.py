@@ -329,6 +329,7 @@ COMPILES_STEPS_ON_UNEVEN_SHARDS = Fact((2, 13), "compiles the step of an optimiz
 UNSHARDED_SPECS_HAVE_COMPUTE_DTYPE = Fact((2, 13), "gives unsharded DTensors of FSDP2 a spec with the compute dtype")
 UNSHARDS_WITHOUT_PARAMETERS = Fact((2, 13), "lets FSDP1's _unshard run on an instance without parameters")
 KEEPS_PARTIAL = Fact((2, 13), "can redistribute a partial DTensor to the same placement")
+TAKES_GRADIENT_PLACEMENTS_OF_LOCAL_TENSORS = Fact((2, 13), "lets DTensor.from_local take grad_placements")
 NORMALIZES_STRIDED_DIMS = Fact((2, 13), "can redistribute to a strided shard of a negative dimension")
 VIEWS_SHARDED_DIMS_AS_ONE = Fact((2, 13), "can view several sharded dimensions of a DTensor as one")
 # Seen in 2.11, and not in 2.10.
