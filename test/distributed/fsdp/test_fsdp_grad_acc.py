@@ -280,6 +280,19 @@ class TestGradAcc(FSDPTest):
         self.assertEqual(actual, [param.grad for param in plain.parameters()])
 
     @skip_if_lt_x_gpu(2)
+    @subtests(sharding_strategy=STRATEGIES, use_orig_params=[False, True])
+    def test_no_sync_inside_no_sync(self, **fsdp_kwargs):
+        """Leaving the inner context does not synchronize in the rest of the outer one."""
+        model = FSDP(nn.Linear(1, 2, bias=False, device=self.device), **fsdp_kwargs)
+        with model.no_sync():
+            for context in (model.no_sync, contextlib.nullcontext):
+                with context(), recorded() as calls:
+                    model(self._mine(1)).sum().backward()
+                self.assertNotIn("reduce", " ".join(calls.counts()))
+        model(self._mine(1)).sum().backward()
+        self.assertEqual(internals.flat_param_of(model).grad.unique().tolist(), [4.5])
+
+    @skip_if_lt_x_gpu(2)
     def test_no_sync_and_plain_submodules(self):
         """``no_sync()`` adds no attribute to a submodule that is not an FSDP instance."""
         model = FSDP(nn.Sequential(nn.Linear(2, 2, device=self.device), nn.ReLU()))

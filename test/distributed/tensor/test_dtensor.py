@@ -1,7 +1,6 @@
 """What ``distribute_tensor``, ``from_local``, ``to_local``, ``full_tensor`` and ``redistribute`` promise.
 
-This is tested for even, uneven and empty shards, on one- and two-dimensional meshes, on sub-meshes, and on a mesh of the
-last ranks alone.
+Shards are even, uneven and empty. Meshes have one or two dimensions, are slices, or consist of the last ranks alone.
 
 Expected shards follow from ``torch.chunk``, applied for one mesh dimension after the other.
 """

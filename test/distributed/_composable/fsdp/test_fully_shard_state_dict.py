@@ -322,6 +322,25 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
             self.assertIsInstance(value, DTensor)
 
     @skip_if_lt_x_gpu(2)
+    @subtests(index=[0, 2], how=["saved", "loaded", "assigned"])
+    def test_submodule_after_evaluation(self, index, how):
+        """A module inside an FSDP2 module saves its shards, and later forwards use all that it has loaded.
+
+        The forward before, without gradients, leaves its parameters unsharded.
+        """
+        model, plain = fully_shard(self._two_linears(5), reshard_after_forward=False), self._two_linears(5)
+        inp = self._rows_of(self.rank)
+        with torch.no_grad():
+            model(inp)
+            if how == "saved":
+                self.assertEqual(full_values(model[index].state_dict()), plain[index].state_dict())
+                return
+            plain[index] = self._two_linears(5, seed=43)[index]
+            model[index].load_state_dict(self._shards_of(plain[index]), assign=how == "assigned")
+            self.assertEqual(model(inp), plain(inp))
+        self.assertEqual(full_values(model.state_dict()), plain.state_dict())
+
+    @skip_if_lt_x_gpu(2)
     @subtests(dim=[3, 5], assign=[True, False], reshard_after_forward=[True, False])
     def test_state_dict_between_steps(self, dim, assign, reshard_after_forward):
         """A model may load between steps, also with ``assign``. The next step uses the loaded values.
