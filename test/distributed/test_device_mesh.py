@@ -131,7 +131,7 @@ class TestDeviceMesh(MultiProcessTestCase):
         self.assertEqual((mesh.get_rank(), mesh.device_type), (rank, accelerator.current().type))
         names = mesh.mesh_dim_names or (0,) * mesh.ndim
         for dim, name in enumerate(names):
-            row = ranks.movedim(dim, 0)[(slice(None), *(at for other, at in enumerate(place) if other != dim))]
+            row = ranks.movedim(dim, -1)[tuple(at for other, at in enumerate(place) if other != dim)]
             for key in {dim, name} | ({None} if mesh.ndim == 1 else set()):
                 group = mesh.get_group(key)
                 self.assertEqual(sorted(dist.get_process_group_ranks(group)), sorted(row.tolist()))
