@@ -326,6 +326,18 @@ class CheckpointWrapperTest(TestCase):
         self.assertEqual(names, ["weight"])
         self.assertEqual(names, list(wrapped.state_dict()))
 
+    @subtests(name=list(WRAPPERS), arguments=[{}, {"prefix": "model"}, {"remove_duplicate": False}])
+    def test_names_in_nested_wrappers(self, name, arguments):
+        """``named_parameters()`` has the names of the plain module, also of parameters that layers share."""
+        plain, wrap = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), WRAPPERS[name]
+        plain[1][1].weight = plain[0].weight
+        wrapped = copy.deepcopy(plain)
+        for index, layer in enumerate(wrapped[1]):
+            wrapped[1][index] = wrap(layer)
+        wrapped = wrap(nn.Sequential(wrapped[0], wrap(wrapped[1])))
+        actual, expected = ([key for key, _ in each.named_parameters(**arguments)] for each in (wrapped, plain))
+        self.assertEqual(actual, expected)
+
     def test_checkpoint_wrapper_cpu_offload(self):
         """Everything that autograd saves is a copy in host memory.
 
