@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 from torch_fsdp_tests.common_distributed import needs, requires, skip_if_lt_x_gpu
@@ -27,7 +27,7 @@ from torch_fsdp_tests.distributed.common_state_dict import EXACT
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import full
-from torch_fsdp_tests.fsdp.seeded import filled
+from torch_fsdp_tests.fsdp.seeded import filled, uniform
 from torch_fsdp_tests.installed_torch import torch_facts, torch_names
 from torch_fsdp_tests.verdict import Reason
 
@@ -130,6 +130,40 @@ class TestConsolidation(DTensorTestBase):
             self.assertEqual(safetensors.load_file(output / index[name])[name], value.cpu(), msg=name, **EXACT)
 
 
+class TestTwoDimensions(DTensorTestBase):
+    world_size = 4
+
+    @with_comms
+    @needs_package
+    @skip_if_lt_x_gpu(4)
+    @with_temp_dir
+    @subtests(
+        placements=[(Shard(0), Shard(1)), (Shard(1), Shard(0)), (Shard(0), Shard(0)), (Replicate(), Shard(1))],
+        rows=[4, 5],
+        threads=[1, 2],
+    )
+    def test_shards_of_two_dimensions(self, placements, rows, threads):
+        """They are consolidated into the files that the caller chose, and can be loaded in another layout before."""
+        mesh, folder = make_mesh(2, 2), Path(self.temp_dir, f"{placements} {rows} {threads}")
+        whole = {name: uniform(rows, 6, seed=seed) for seed, name in enumerate("ab")}
+        state = {name: distribute_tensor(value, mesh, placements) for name, value in whole.items()}
+        writer = dcp.HuggingFaceStorageWriter(
+            str(folder),
+            {"a": 2, "b": 1},
+            thread_count=threads,
+            save_distributed=True,
+            enable_consolidation=True,
+            thread_count_consolidation=threads,
+        )
+        dcp.save(state, storage_writer=writer)
+        found = {name: distribute_tensor(torch.zeros_like(whole[name]), make_mesh(4), [Shard(1)]) for name in whole}
+        dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(folder / "sharded"), thread_count=threads))
+        self.assertEqual({name: value.full_tensor() for name, value in found.items()}, whole, **EXACT)
+        for name, file in {"a": 2, "b": 1}.items():
+            consolidated = safetensors.load_file(folder / f"model-0000{file}-of-00002.safetensors")
+            self.assertEqual(consolidated, {name: whole[name].cpu()}, **EXACT)
+
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool)
 TENSORS: dict[str, torch.Tensor] = {
     **{str(dtype): torch.tensor([3, 0, 1]).to(dtype) for dtype in DTYPES},
@@ -222,6 +256,19 @@ class TestValues(DTensorTestBase):
         self.assertEqual(index, {name: f"model-0000{file}-of-00002.safetensors" for name, file in files.items()})
         actual = {name: safetensors.load_file(Path(path, index[name]))[name] for name in files}
         self.assertEqual(actual, tensors, **EXACT)
+
+    @with_comms
+    @needs_package
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    def test_full_state_dict_of_the_first_rank(self):
+        """If all ranks save, and only the first has values, the index has the files and the bytes of all of them."""
+        tensors, path = {"a": torch.ones(3), "b": torch.ones(2, 2)}, self._path("first")
+        writer = dcp.HuggingFaceStorageWriter(path, {"a": 1, "b": 2})
+        dcp.save(tensors if self.rank == 0 else {}, storage_writer=writer)
+        index = json.loads(Path(path, "model.safetensors.index.json").read_text(encoding="utf-8"))
+        self.assertEqual(sorted(index["weight_map"]), ["a", "b"])
+        self.assertEqual(index["metadata"]["total_size"], 7 * 4)
 
     @with_comms
     @needs_package

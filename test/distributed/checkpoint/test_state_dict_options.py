@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_fsdp_tests.common_distributed import needs, requires_world_size, skip_if_lt_x_gpu
@@ -723,6 +724,41 @@ class TestStateDictOptions(StateDictOptionsTest):
         with torch_defect("dsd_full_optim_state_loads_lists_for_tuples"):
             self.assertEqual(repr(found), repr(before))
         self.assertEqual(tuple(found), before)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(full=[False, True], cpu_offload=[False, True])
+    def test_kinds_of_settings(self, full, cpu_offload):
+        """Settings are saved as the optimizer has them: tuples are no lists, and None and bools are no numbers."""
+        pair, options = self._small(), StateDictOptions(full_state_dict=full, cpu_offload=cpu_offload)
+        osd = get_optimizer_state_dict(pair.model, pair.optims, options=options)
+        if full and cpu_offload and self.rank > 0:
+            self.assertEqual(osd, {}, may_be="empty")
+            return
+        found, expected = (
+            {**group, "params": None} for group in (osd["param_groups"][0], pair.optims[0].param_groups[0])
+        )
+        self.assertEqual(*(sorted(map(repr, group.items())) for group in (found, expected)))
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(options=[StateDictOptions(), FULL, FROM_RANK_0, StateDictOptions(flatten_optimizer_state_dict=True)])
+    def test_several_optimizers(self, options):
+        """Each of several optimizers loads its own settings, and its own states as shards."""
+        pair, other = (
+            self._pair(
+                self._plain(seed), self._layers, split=lambda model: [each.parameters() for each in model], width=4
+            )
+            for seed in range(2)
+        )
+        for number, optim in enumerate(pair.optims, 2):
+            optim.param_groups[0]["lr"] /= number
+        pair.train(range(2))
+        osd = get_optimizer_state_dict(pair.model, pair.optims, options=options)
+        set_optimizer_state_dict(other.model, other.optims, self._given(osd, options), options=options)
+        for optims in zip(other.optims, pair.optims, strict=True):
+            actual, expected = (whole_tree(optim.state_dict()) for optim in optims)
+            self._compare_states(actual, expected)
+            for state in optims[0].state.values():
+                self.assertIsInstance(state["exp_avg"], DTensor)
 
     @skip_if_lt_x_gpu(2)
     @subtests(optim_cls=ADAMS)
