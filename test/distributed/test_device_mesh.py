@@ -213,7 +213,7 @@ class TestDeviceMesh(MultiProcessTestCase):
 
     def test_refusals(self):
         """Meshes that cannot be made raise, and say why."""
-        refused: dict[str, Callable[[], Any]] = {
+        invalid: dict[str, Callable[[], Any]] = {
             "Mesh should not be bigger than default world size": lambda: make_mesh(4, 4),
             "Each mesh_dim_name must be unique": lambda: make_mesh(2, 4, names=("a", "a")),
             "should have same length": lambda: make_mesh(2, 4, names=("a",)),
@@ -228,7 +228,7 @@ class TestDeviceMesh(MultiProcessTestCase):
             "Invalid mesh": lambda: DeviceMesh.from_group(dist.new_group(), accelerator.current().type, [1, 2]),
         }
         with fake_rank(3):
-            for message, make in refused.items():
+            for message, make in invalid.items():
                 with self.assertRaisesRegex((RuntimeError, KeyError, ValueError), message):
                     make()
 

@@ -1,4 +1,4 @@
-"""What planners, writers and readers promise: what is read from where, who writes what, and what is refused."""
+"""What planners, writers and readers promise: what is read from where, who writes what, and what raises."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class TestPlans(TestCase):
     def test_chunks_must_fill_the_tensor(self, case):
         """The coordinator rejects chunks that overlap, leave a gap, or lie outside of the tensor."""
         valid, boxes = case
-        plans = []
+        plans: list[SavePlan] = []
         for start, end in boxes:
             chunk = ChunkStorageMetadata(torch.Size([start]), torch.Size([end - start]))
             data = TensorWriteData(chunk, TensorProperties(torch.float32), torch.Size([4]))

@@ -1,6 +1,6 @@
 """``parallelize_module`` ignores ``src_data_rank`` for the path ``""`` of a plan, and takes the first rank's values.
 
-The empty path stands for the module itself. For it ``parallelize_module`` calls itself without ``src_data_rank``, whose
+The empty path is the module itself. For it ``parallelize_module`` calls itself without ``src_data_rank``, whose
 default is 0. With ``src_data_rank=None``, each rank should keep its part of its own values, for example of those that
 it has loaded. The ranks scatter the first rank's values instead, and communicate.
 """
