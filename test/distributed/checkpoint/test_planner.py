@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import tempfile
@@ -25,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.distributed.common_state_dict import EXACT
@@ -283,37 +285,49 @@ class TestRanks(DTensorTestBase):
     @with_temp_dir
     @subtests(overwrite=[True, False], asynchronously=[False, True])
     def test_without_coordination(self, overwrite, asynchronously):
-        """With ``use_collectives=False`` each rank saves and loads its own part. Without ``overwrite`` only once."""
+        """With ``use_collectives=False`` each rank saves and loads its own part. A later save may be rejected."""
         path = self._path(overwrite, asynchronously)
 
-        def save(factor: float) -> None:
-            state = {
-                "sharded": distribute_tensor(factor * uniform(5, 2, seed=1), make_mesh(4), [Shard(0)]),
-                "rank": self.rank,
-            }
-            writer = FileSystemWriter(path, overwrite=overwrite)
+        def save(factor: float, overwrite: bool) -> None:
+            state = {"sharded": self._sharded(factor), "rank": self.rank}
             call = dcp.async_save if asynchronously else dcp.save
+            writer = FileSystemWriter(path, overwrite=overwrite)
             saved = call(state, storage_writer=writer, use_collectives=False)
             if asynchronously:
                 saved.result()
 
-        save(1.0)
+        save(1.0, overwrite=True)
         dist.barrier()
-        if overwrite:
-            save(2.0)
-        else:
-            with self.assertRaisesRegex((RuntimeError, CheckpointException), "already exists"):
-                save(2.0)
+        with contextlib.nullcontext() if overwrite else self.assertRaisesRegex(RuntimeError, "already exists"):
+            save(2.0, overwrite)
         dist.barrier()
-        state: State = {
-            "sharded": distribute_tensor(torch.zeros(5, 2, device=self.device), make_mesh(4), [Shard(0)]),
-            "rank": -1,
-        }
+        state: State = {"sharded": self._sharded(0.0), "rank": -1}
         dcp.load(state, checkpoint_id=path)
         self.assertEqual(state["sharded"].full_tensor(), (1 + overwrite) * uniform(5, 2, seed=1), **EXACT)
         self.assertEqual(state["rank"], self.rank)
         metadata = sorted(name for name in os.listdir(path) if name.endswith(".metadata"))
         self.assertEqual(metadata, [f"__{rank}.metadata" for rank in range(4)])
+
+    def _sharded(self, factor: float) -> DTensor:
+        return distribute_tensor(factor * uniform(5, 2, seed=1), make_mesh(4), [Shard(0)])
+
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    @with_temp_dir
+    def test_later_rank_without_coordination(self):
+        """The first rank's part, which is on disk already, is no earlier checkpoint."""
+        error = None
+        if self.rank > 0:
+            dist.barrier()  # with that at the end of the first rank's save
+        try:
+            writer = FileSystemWriter(self._path("new"), overwrite=False)
+            dcp.save({"rank": self.rank}, storage_writer=writer, use_collectives=False)
+        except RuntimeError as raised:
+            error = raised
+        if self.rank == 0 or error:
+            dist.barrier()
+        with torch_defect("dcp_later_rank_takes_the_checkpoint_for_an_old_one", when=self.rank > 0):
+            self.assertIsNone(error)
 
     @with_comms
     @skip_if_lt_x_gpu(4)
