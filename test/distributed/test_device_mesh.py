@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_fsdp_tests.common_distributed import MultiProcessTestCase
+from torch_fsdp_tests.common_distributed import MultiProcessTestCase, needs
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed.fake_pg import FakeStore
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
-from torch_fsdp_tests.installed_torch import torch_names
+from torch_fsdp_tests.installed_torch import torch_facts, torch_names
 
 device_mesh = torch_names.module("torch.distributed.device_mesh")
 c10d = torch_names.module("torch._C._distributed_c10d")
@@ -115,6 +115,7 @@ MESHES: dict[str, Case] = {
 MINUTE = timedelta(seconds=77)
 
 
+@needs(torch_facts.UNFLATTENS_MESHES)
 class TestDeviceMesh(MultiProcessTestCase):
     world_size = 1
 

@@ -330,6 +330,9 @@ UNSHARDED_SPECS_HAVE_COMPUTE_DTYPE = Fact((2, 13), "gives unsharded DTensors of 
 UNSHARDS_WITHOUT_PARAMETERS = Fact((2, 13), "lets FSDP1's _unshard run on an instance without parameters")
 KEEPS_PARTIAL = Fact((2, 13), "can redistribute a partial DTensor to the same placement")
 TAKES_GRADIENT_PLACEMENTS_OF_LOCAL_TENSORS = Fact((2, 13), "lets DTensor.from_local take grad_placements")
+KEEPS_PLACEMENTS_OF_UNEVEN_COLUMNS = Fact((2, 13), "keeps the placements of a gradient of unevenly sharded columns")
+REPLICAS_KEEP_REQUIRES_GRAD = Fact((2, 13), "keeps requires_grad when distribute_module replicates a parameter")
+UNFLATTENS_MESHES = Fact((2, 13), "can unflatten a dimension of a DeviceMesh")
 NORMALIZES_STRIDED_DIMS = Fact((2, 13), "can redistribute to a strided shard of a negative dimension")
 VIEWS_SHARDED_DIMS_AS_ONE = Fact((2, 13), "can view several sharded dimensions of a DTensor as one")
 # Seen in 2.11, and not in 2.10.

@@ -122,6 +122,7 @@ class TestDistributedTensors(TestMixin):
 
 class TestGradients(TestMixin):
     @with_comms
+    @needs(torch_facts.KEEPS_PLACEMENTS_OF_UNEVEN_COLUMNS)
     @skip_if_lt_x_gpu(4)
     @subtests(pairwise=True, mesh=list(MESHES), placements=PLACEMENTS, rows=[8, 5, 1], partial=[False, True])
     def test_of_to_local(self, mesh, placements, rows, partial):
@@ -228,6 +229,7 @@ def _partition(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
 
 class TestModules(TestMixin):
     @with_comms
+    @needs(torch_facts.REPLICAS_KEEP_REQUIRES_GRAD)
     @skip_if_lt_x_gpu(4)
     @subtests(mesh=["1-D", "rows of 2-D"], partition=[None, _partition], frozen=[False, True])
     def test_distribute_module(self, mesh, partition, frozen):

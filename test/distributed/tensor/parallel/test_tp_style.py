@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
@@ -32,6 +32,7 @@ from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
 from torch_fsdp_tests.fsdp.shards import chunk_of
+from torch_fsdp_tests.installed_torch import torch_facts
 
 MESHES: dict[str, Callable[[], DeviceMesh]] = {
     dim: lambda dim=dim: make_mesh(2, 2, names=("outer", "inner"))[dim]  # type: ignore[misc]
@@ -82,6 +83,7 @@ class TestMixin(DTensorTestBase):
 
 class TestParameters(TestMixin):
     @with_comms
+    @needs(torch_facts.TP_KEEPS_REQUIRES_GRAD)
     @skip_if_lt_x_gpu(4)
     @subtests(
         pairwise=True,
