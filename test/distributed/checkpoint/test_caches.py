@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map
 
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
@@ -78,7 +79,10 @@ SAVES: dict[str, Callable[[], Arguments]] = {
     "one planner and writer, without cached plans": lambda: one_writer(caches=False),
     "one planner and writer with two threads": lambda: one_writer(thread_count=2),
 }
-CHANGES = ["a key more", "a key less", "another shape", "a tensor for a number", "a full tensor for a sharded one"]
+CHANGES = [
+    *("a key more", "a key less", "another shape", "columns for rows"),
+    *("a tensor for a number", "a full tensor for a sharded one"),
+]
 # How the state dict of each save differs from the first one, besides the values.
 SEQUENCES = {
     **{f"changes twice: {change}": ["", change, change, "", change] for change in CHANGES},
@@ -111,6 +115,8 @@ class TestCaches(DTensorTestBase):
             del state["nested"]["replicated"]
         elif change == "another shape":
             state["sharded"] = self._sharded(seed, rows=6)
+        elif change == "columns for rows":
+            state["sharded"] = state["sharded"].redistribute(placements=[Shard(1)])
         elif change == "a tensor for a number":
             state["nested"]["number"] = torch.tensor([seed, -seed])
         elif change == "a full tensor for a sharded one":
