@@ -200,6 +200,16 @@ class TestFiles(TestCase):
         actual = state_dict_loader._load_state_dict_from_keys(keys, checkpoint_id=path)
         self.assertEqual(actual, expected, **EXACT)
 
+    def test_tuples(self):
+        """Tuples with tensors stay tuples, wherever they are and whatever else is in them."""
+        path, saved = str(self.path / "tuples"), {"pair": (torch.ones(2), 3), "list": [(torch.ones(1), "text"), 1]}
+        found: State = {"pair": (torch.zeros(2), 0), "list": [(torch.zeros(1), ""), 0]}
+        dcp.save(saved, checkpoint_id=path)
+        dcp.load(found, checkpoint_id=path)
+        for actual in (found, state_dict_loader._load_state_dict_from_keys(checkpoint_id=path)):
+            self.assertEqual((type(actual["pair"]), type(actual["list"][0])), (tuple, tuple))
+            self.assertEqual(actual, saved, **EXACT)
+
     @subtests(saved=[(2, 3), (3, 2), (6,), (), (1,)], loaded=[(2, 3), (3, 2), (6,), (), (1,)])
     def test_other_shapes(self, saved, loaded):
         """A load into a tensor of another shape raises, and changes nothing."""

@@ -15,7 +15,7 @@ from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Ex
 DEFECT = Defect(
     component=Component.DTENSOR,
     consequence=Consequence.SILENTLY_WRONG,
-    exposure=Exposure.COMMON,
+    exposure=Exposure.RARE,
     where="torch.distributed.tensor.parallel.style.SequenceParallel._replicate_module_fn",
     features="fsdp2, tp, frozen",
     workaround="Freeze the parameters after ``parallelize_module``, and before ``fully_shard``.",
