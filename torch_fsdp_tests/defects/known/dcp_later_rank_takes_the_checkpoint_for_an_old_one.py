@@ -40,3 +40,14 @@ def reproduce(rank, world_size, device, workaround=False):
     if rank == 0 or found != "saved":
         dist.barrier()
     return found, "saved"
+
+
+FIX = """
+A rank looks for its own metadata.
+tried: 2.13, 2.15
+
+--- torch/distributed/checkpoint/filesystem.py
+@@ _FileSystemWriter._metadata_exists
+-            metadata_path = self._get_metadata_path(rank=0)
++            metadata_path = self._get_metadata_path(rank=self.rank)
+"""

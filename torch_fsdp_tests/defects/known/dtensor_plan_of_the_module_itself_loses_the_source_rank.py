@@ -32,3 +32,16 @@ def reproduce(rank, world_size, device, workaround=False):
     parallelize_module(linear, mesh["tp"], style if workaround else {"": style}, src_data_rank=None)
     fully_shard(linear, mesh=mesh["dp"])
     return linear.weight.to_local().flatten().tolist(), [1.0 + rank] * 2
+
+
+FIX = """
+The call for the module itself passes the source rank on.
+tried: 2.13, 2.15
+
+--- torch/distributed/tensor/parallel/api.py
+@@ parallelize_module
+-                parallelize_module(module, device_mesh, parallelize_style)
++                parallelize_module(
++                    module, device_mesh, parallelize_style, src_data_rank=src_data_rank
++                )
+"""

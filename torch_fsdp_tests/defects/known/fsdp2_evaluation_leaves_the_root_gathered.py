@@ -1,8 +1,10 @@
-"""After a ``no_grad`` forward FSDP2's root stays unsharded: ``step()`` and ``zero_grad()`` act on wrong tensors.
+"""After a ``no_grad`` forward FSDP2's root stays unsharded: ``step()``, ``zero_grad()`` and writes have no effect.
 
 By default the root does not reshard after forward, because backward follows. Under ``no_grad`` none follows, and
 ``model.parameters()`` stay the unsharded parameters. These do not have the gradients of the last step, nor get those of
 the next one. An optimizer that steps now updates the local shards, but the next forward uses the old weights.
+All writes to the local shards are missed until the next backward, except those of ``load_state_dict``: if a moving
+average (EMA, SWA) is swapped in for a validation, the training forward after it still uses the averaged weights.
 ``model.zero_grad()`` does not reach the gradients of the last step, and the next backward adds to them. A new optimizer
 finds no gradients of the root's parameters. The next backward undoes ``requires_grad_()``. The same happens to
 modules whose ``reshard_after_forward`` was set to False or an int, but there the user asked for it.
@@ -50,6 +52,11 @@ def reproduce(rank, world_size, device, workaround=False):
     optim.step()
     actual["output after a step"] = model(x)[0, 0].item()
 
+    model, optim = evaluated()
+    with torch.no_grad():
+        optim.param_groups[0]["params"][0].fill_(2.0)  # as if the forward had used averages, and this puts weights back
+    actual["output after weights are swapped back"] = model(x)[0, 0].item()
+
     model, _ = evaluated()
     model.zero_grad()
     model(x).sum().backward()
@@ -68,6 +75,7 @@ def reproduce(rank, world_size, device, workaround=False):
 
     return actual, {
         "output after a step": 1.5,
+        "output after weights are swapped back": 4.0,
         "gradient after zero_grad": 1.0,
         "weight after a new optimizer's step": 0.5,
         "requires_grad after freezing": False,

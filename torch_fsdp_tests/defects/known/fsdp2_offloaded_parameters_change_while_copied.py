@@ -3,7 +3,8 @@
 With ``CPUOffloadPolicy()``, the local shards are in pinned memory of the CPU. Forward copies them to the device without
 waiting for the copies, and returns. In training, the CPU waits for the offloaded gradients before the optimizer writes.
 After a forward under ``no_grad`` nothing waits. If the CPU then loads a state dict, or takes an average, before it
-reads a result of the forward, the copies may bring a part of the new values.
+reads a result of the forward, the copies may bring a part of the new values. The race detector also shows it for
+``optimizer.step()`` after the next training step.
 
 On the CPU, the reproduction uses mocks. On an accelerator, it compares what the forward computes. On a busy NVIDIA H100
 with torch 2.11.0 a forward gave 2 instead of 1 (``.ci/gpu_races.py``).

@@ -1,0 +1,52 @@
+"""``item()``, ``float()`` and ``bool()`` of a norm, sum or maximum of an FSDP2 parameter return one rank's part.
+
+The norm, sum, mean, maximum or count of a sharded parameter or gradient is a DTensor that is not reduced yet. ``item()``
+does not reduce it, and returns the value of this rank's shard. ``float()``, ``int()``, ``bool()`` and ``if`` call
+``item()``. So logged norms are wrong, and a condition such as ``bool((grad < limit).all())`` differs by rank. If only
+some ranks then take a branch with a collective, they hang.
+"""
+
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Exposure
+
+DEFECT = Defect(
+    component=Component.DTENSOR,
+    consequence=Consequence.SILENTLY_WRONG,
+    exposure=Exposure.DEFAULT,
+    where="torch.distributed.tensor._sharding_prop.ShardingPropagator.propagate_op_sharding_non_cached, for "
+    "``aten._local_scalar_dense``",
+    features="fsdp2",
+    workaround="Call ``full_tensor()`` first, on all ranks: ``weight.norm().full_tensor().item()``.",
+    upstream=(
+        "https://github.com/pytorch/pytorch/issues/166638",
+        "https://github.com/pytorch/pytorch/issues/144054",
+        "https://github.com/pytorch/pytorch/issues/152406",
+        "https://github.com/pytorch/pytorch/pull/162312",
+    ),
+    documented="``DTensor``: 'single-device like abstraction to program with multi-device ``torch.Tensor``'.",
+    arguable="``item()`` would become a collective, and maintainers once called it intended (144054).",
+)
+
+
+def reproduce(rank, world_size, device, workaround=False):
+    model = nn.Linear(1, world_size, bias=False).to(device)
+    nn.init.ones_(model.weight)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    weight = model.weight.detach()
+    values = {"sum": weight.sum(), "norm": weight.square().sum(), "any zero": (weight * rank == 0).any()}
+    actual = {name: (value.full_tensor() if workaround else value).item() for name, value in values.items()}
+    return actual, {"sum": float(world_size), "norm": float(world_size), "any zero": True}
+
+
+FIX = """
+``item()`` reduces and gathers, so it is a collective if the tensor is not replicated.
+tried: 2.13
+
+--- torch/distributed/tensor/_dispatch.py
+@@ OpDispatcher.__init__
++            aten._local_scalar_dense.default: lambda op_call, args, kwargs: args[0].full_tensor().item(),
+             aten.is_same_size.default: is_same_size_handler,
+"""
