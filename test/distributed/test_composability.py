@@ -244,7 +244,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
 
     def _act(self, pipeline: Pipeline, actions: list[str], batch: Batch, loss_fn: Any = loss_fn) -> torch.Tensor:
         """Run these actions on the only stage of a pipeline. Returns its output."""
-        schedule = internals.scheduled(pipeline.stages, actions, MICROBATCHES, loss_fn=loss_fn, scale_grads=False)
+        schedule = internals.scheduled(pipeline.stages, actions, MICROBATCHES, loss_fn=loss_fn)
         return schedule.step(batch[0], target=batch[1])
 
     @skip_if_lt_x_gpu(4)
@@ -265,21 +265,14 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
     @subtests(pairwise=True, schedule=SCHEDULES, scale_grads=[False, True])
     def test_scale_grads(self, schedule, scale_grads):
         """Gradients are divided by the number of microbatches once, and by the number of ranks."""
-        mesh, plain = self._pipelines_and_data(), self._plain()
-        pipeline = self._pipeline(schedule, plain, mesh, scale_grads=scale_grads)
-        batch = self._batch()
-        pipeline.step(batch)
-        microbatched(plain, batch)
-        average_gradients(plain, mesh.get_group("data"))
-        for param in plain.parameters():
-            param.grad.div_(MICROBATCHES if scale_grads else 1)
-        pipeline.check(self, check_gradients)
+        self._check_steps(1, schedule, scale_grads)
 
     @skip_if_lt_x_gpu(4)
-    @subtests(schedule=SCHEDULES)
-    def test_accumulation(self, schedule):
-        """The gradients of two steps add up."""
-        self._check_two_steps(schedule, lambda pipeline, batch: None)
+    @subtests(schedule=SCHEDULES, scale_grads=[False, True])
+    def test_accumulation(self, schedule, scale_grads):
+        """The gradients of two steps add up. With the defect those of the first are divided twice."""
+        with torch_defect("pipeline_accumulated_gradients_are_scaled_again", when=scale_grads):
+            self._check_steps(2, schedule, scale_grads)
 
     @skip_if_lt_x_gpu(4)
     @subtests(pairwise=True, schedule=[*SINGLE, *LOOPED], first=first_mode)
@@ -311,18 +304,26 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
         With the defect ``schedule.eval`` sets them to None.
         """
         with torch_defect("pipeline_evaluation_clears_gradients"):
-            self._check_two_steps(schedule, lambda pipeline, batch: pipeline.eval(batch))
+            self._check_steps(2, schedule, between=lambda pipeline, batch: pipeline.eval(batch))
 
-    def _check_two_steps(self, schedule: str, between: Callable[[Pipeline, Batch], object]) -> None:
+    def _check_steps(
+        self,
+        count: int,
+        schedule: str,
+        scale_grads: bool = False,
+        between: Callable[[Pipeline, Batch], object] = lambda pipeline, batch: None,
+    ) -> None:
         mesh, plain = self._pipelines_and_data(), self._plain()
-        pipeline = self._pipeline(schedule, plain, mesh)
-        for is_first in (True, False):
+        pipeline = self._pipeline(schedule, plain, mesh, scale_grads=scale_grads)
+        for index in range(count):
             batch = self._batch()
             pipeline.step(batch)
             microbatched(plain, batch)
-            if is_first:
+            if index < count - 1:
                 between(pipeline, batch)
         average_gradients(plain, mesh.get_group("data"))
+        for param in plain.parameters():
+            param.grad.mul_(1 if scale_grads else MICROBATCHES)
         pipeline.check(self, check_gradients)
 
     @needs(torch_facts.WAITS_FOR_GRADIENTS_BY_ACTION)

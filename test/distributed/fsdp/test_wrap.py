@@ -300,6 +300,22 @@ class TestFSDPWrap(FSDPTest):
         with torch_defect("fsdp1_auto_wrap_leaves_a_shared_module", when=shared and policy != "by hand"):
             self.assertEqual(model(inputs).detach(), expected)
 
+    @skip_if_lt_x_gpu(2)
+    @subtests(inner=[True, False])
+    def test_weight_that_two_modules_share_stays_one(self, inner):
+        """A policy may separate an embedding from the head that has the same weight."""
+        plain = nn.Sequential(nn.Sequential(nn.Embedding(4, 2)), nn.Linear(2, 4, bias=False)).to(self.device)
+        plain[1].weight = plain[0][0].weight
+        model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential} if inner else set()))
+        tokens = torch.tensor([1, 2], device=self.device)
+        for each in (plain, model):
+            optim = torch.optim.SGD(each.parameters(), lr=0.1)
+            each(tokens).square().sum().backward()
+            optim.step()
+        actual = [*full_parameters(model).values()]
+        with torch_defect("fsdp1_tied_parameters_come_apart", when=inner):
+            self.assertEqual(actual, [plain[1].weight.detach()])
+
     @skip_if_lt_x_gpu(1)
     def test_zero_argument(self):
         """A module without parameters can be wrapped, and its forward needs no arguments."""

@@ -27,12 +27,12 @@ from torch_fsdp_tests.common_distributed.requirements import skip_unless
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest
 from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
-from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.defects import NO_DEFECT, torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.optimizers import ShardAdam
-from torch_fsdp_tests.fsdp.references import average_gradients
+from torch_fsdp_tests.fsdp.references import average_gradients, full
 from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.training import take_step
 from torch_fsdp_tests.installed_torch import torch_facts, torch_names
@@ -538,8 +538,79 @@ class TestReductionOverTensorParallelism(FSDPTest):
             self.assertEqual(grad, torch.full_like(grad, 257.0), rtol=0, atol=0)
 
 
+ITEM, NUMBER = "dtensor_item_is_of_one_rank", "dtensor_number_is_added_on_each_rank"
+NORMS = "dtensor_sum_of_column_norms_is_wrong"
+# What programs compute from a parameter between steps, and the defect that it shows.
+EXPRESSIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "item of a norm": (lambda w: w.norm().item(), ITEM),
+    "item of a mean": (lambda w: w.mean().item(), ITEM),
+    "item of a maximum": (lambda w: w.max().item(), ITEM),
+    "float of a sum": (lambda w: float(w.sum()), ITEM),
+    "int of a count": (lambda w: int((w > 0).sum()), ITEM),
+    "bool of all": (lambda w: str(bool((w > 0).all())), ITEM),
+    "item of an element": (lambda w: w[-1, 0].item(), ""),
+    "index of the maximum": (lambda w: w.argmax().item(), ""),
+    "sum of stacked norms": (lambda w: torch.stack([w.norm(), w[0].norm()]).sum(), NORMS),
+    "norm of stacked norms": (lambda w: torch.stack([w.norm(), w[0].norm()]).norm(), ""),
+    "sum of two norms": (lambda w: w.norm() + w.norm(1), NUMBER),
+    "ratio of two norms": (lambda w: w.norm() / w.square().norm(), ""),
+    "parameter over its norm": (lambda w: w / w.norm(), ""),
+    "sum and a number": (lambda w: w.sum() + 10, NUMBER),
+    "norm and a number": (lambda w: w.norm() + 1, NUMBER),
+    "root of a sum and a number": (lambda w: (w.square().sum() + 1).sqrt(), NUMBER),
+    "number and column sums": (lambda w: 1 + w.sum(0), NUMBER),
+    "mean and a tensor": (lambda w: w.mean() + torch.ones((), device=w.device), NUMBER),
+    "number minus a sum": (lambda w: 1 - w.sum(), ""),
+    "clamped sum": (lambda w: (-w.sum()).clamp(min=-1), ""),
+    "largest of each row": (lambda w: w.topk(2, dim=1).values, ""),
+    "largest of each column": (lambda w: w.topk(3, dim=0).values, ""),
+    "largest of all": (lambda w: w.flatten().topk(9).values, ""),
+    "ninth of all": (lambda w: w.flatten().kthvalue(9).values, ""),
+    "sorted columns": (lambda w: w.sort(dim=0, descending=True).values, ""),
+    "median": (lambda w: w.square().median(), ""),
+}
+
+
 class TestOperatorsOnShards(FSDPTest):
     world_size = 2
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(expression=list(EXPRESSIONS))
+    def test_expressions(self, expression):
+        """What programs log, add to a loss or use as a threshold is that of the whole parameter."""
+        compute, defect = EXPRESSIONS[expression]
+        whole = torch.arange(-7.0, 9.0, device=self.device).view(4, 4)
+        model = nn.Linear(4, 4, bias=False, device=self.device)
+        model.weight.detach().copy_(whole)
+        fully_shard(model)
+        with torch_defect(defect) if defect else NO_DEFECT:
+            self.assertEqual(full(compute(model.weight.detach())), compute(whole))
+
+    @skip_if_lt_x_gpu(2)
+    def test_gradient_of_topk(self):
+        """A penalty on the largest entries has a gradient for these only."""
+        whole, sharded = self._whole_and_sharded(0)
+        for weight in (whole, sharded):
+            full(weight.topk(2, dim=0).values.sum()).backward()
+        self.assertEqual(sharded.grad.full_tensor(), whole.grad)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(name=["weight", "bias"], what=["parameter", "gradient", "optimizer"])
+    def test_deep_copies(self, name, what):
+        """After backward, ``copy.deepcopy`` copies parameters, gradients and optimizers."""
+        model = fully_shard(filled(nn.Linear(4, 4, device=self.device)))
+        param = model.get_parameter(name)
+        optim = torch.optim.SGD([param], lr=0.1)
+        model(torch.ones(1, 4, device=self.device)).sum().backward()
+        copies: dict[str, Callable[[], Any]] = {
+            "parameter": lambda: copy.deepcopy(param).grad,
+            "gradient": lambda: copy.deepcopy(param.grad),
+            "optimizer": lambda: copy.deepcopy(optim).param_groups[0]["params"][0].grad,
+        }
+        with torch_defect("dtensor_gradients_are_not_deeply_copied", when=name == "bias"):
+            grad = copies[what]()
+            param.grad.zero_()
+            self.assertEqual(grad.full_tensor(), torch.ones_like(grad.full_tensor()))
 
     def _whole_and_sharded(self, dim: int) -> tuple[nn.Parameter, nn.Parameter]:
         ref_model = filled(nn.Linear(4, 4, bias=False)).to(self.device)

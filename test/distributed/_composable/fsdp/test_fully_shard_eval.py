@@ -139,12 +139,15 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     @subtests(
-        what=["step", "zero_grad", "optimizer", "freeze"],
+        what=["step", "zero_grad", "optimizer", "freeze", "average"],
         reshard_after_forward=[True, False, 2, None],
         evaluates=[True, False],
     )
     def test_parameters_after_evaluation_are_those_that_train(self, what, reshard_after_forward, evaluates):
-        """Changes of parameters after a forward under ``no_grad`` take effect in the next steps, as without FSDP."""
+        """Changes of parameters after a forward under ``no_grad`` take effect in the next steps, as without FSDP.
+
+        In the case "average" the forward uses averaged weights, and the trained ones are copied back after it.
+        """
         ref_model, model = both = self._two_mlps(reshard_after_forward)
         batches = [self._inputs(2, 8) for _ in range(3)]
 
@@ -156,6 +159,10 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         for each in both:
             optim = torch.optim.SGD(each.parameters(), lr=0.1)
             train(each, batches[0])
+            params = list(each.parameters())
+            trained = [param.detach().clone() for param in params]
+            if what == "average":
+                torch._foreach_mul_([param.detach() for param in params], 0.5)
             if evaluates:
                 with torch.no_grad():
                     each(batches[1])
@@ -167,6 +174,9 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
                 each.zero_grad()
             elif what == "optimizer":
                 optim = torch.optim.SGD(each.parameters(), lr=0.1)
+            elif what == "average":
+                for param, value in zip(params, trained, strict=True):
+                    param.detach().copy_(value)
             else:
                 each[2].requires_grad_(False)
             for batch in batches[1:]:

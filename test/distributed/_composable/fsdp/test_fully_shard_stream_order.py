@@ -281,13 +281,20 @@ class TestFullyShardStreamOrder(StreamOrderTest):
         self._check_order(step)
 
     @skip_if_lt_x_gpu(2)
-    def test_evaluation_with_offload(self):
-        """The host waits for copies from its memory before it writes there."""
+    @subtests(then=["write", "training step"])
+    def test_evaluation_with_offload(self, then):
+        """The host waits for copies from its memory before it writes there, itself or in an optimizer's step."""
         model = shard_layers(Layers(*(MLP(DIM) for _ in range(3))), **PINNED)
-        with recorded() as recording, torch.no_grad():
-            model(self._inputs(4, DIM))
-            for param in model.parameters():
-                param.mul_(0.5)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        with recorded() as recording:
+            with torch.no_grad():
+                model(self._inputs(4, DIM))
+            if then == "write":
+                torch._foreach_mul_([param.detach() for param in model.parameters()], 0.5)
+            else:
+                model.reshard()
+                train(model, self._inputs(4, DIM))
+                optim.step()
         self.assertGreater(recording.waits, 0)
         with torch_defect("fsdp2_offloaded_parameters_change_while_copied"):
             self.assertEqual(recording.races, [], may_be="empty")

@@ -54,11 +54,14 @@ def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def microbatched(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Run all microbatches through a model without stages, and accumulate gradients. Returns the detached losses."""
+    """Run all microbatches through a model without stages. Returns the detached losses.
+
+    The gradients are accumulated, divided by the number of microbatches as schedules do by default.
+    """
     losses = []
     for inp, target in zip(*(each.chunk(MICROBATCHES) for each in batch), strict=True):
         loss = loss_fn(model(inp), target)
-        loss.backward()
+        (loss / MICROBATCHES).backward()
         losses.append(loss.detach())
     return torch.stack(losses)
 
@@ -70,7 +73,7 @@ def microbatched_in_bfloat16(plain: nn.Module, batch: Batch) -> torch.Tensor:
         low = copy.deepcopy(plain).to(torch.bfloat16)
         low.zero_grad()
         loss = loss_fn(low(inp.to(torch.bfloat16)), target)
-        loss.backward()
+        (loss / MICROBATCHES).backward()
         for param, computed in zip(plain.parameters(), low.parameters(), strict=True):
             if computed.grad is not None:
                 param.grad = computed.grad.float() if param.grad is None else param.grad + computed.grad
@@ -133,7 +136,7 @@ class Pipeline:
             )
             for index, module in zip(self.indices, self.modules, strict=True)
         ]
-        arguments = {"loss_fn": loss_fn, "scale_grads": False, **kwargs}
+        arguments = {"loss_fn": loss_fn, **kwargs}
         stages: Any = self.stages[0] if schedule in SINGLE else self.stages
         self.schedule = getattr(pipelining, schedule)(stages, MICROBATCHES, **arguments)
         self._rank_of_last = size - 1 if schedule not in V_SHAPED else 0
