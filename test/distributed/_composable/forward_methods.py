@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from torch_fsdp_tests.common_utils import manual_seed
-from torch_fsdp_tests.fsdp.training import FEW, TrainingMixin
+from torch_fsdp_tests.fsdp.training import FEW, TrainingMixin, backward
 
 
 class Features(nn.Module):
@@ -36,6 +37,52 @@ class FeaturesModel(nn.Module):
 
     def forward(self, imgs: torch.Tensor) -> torch.Tensor:
         return self.projector(self.vit.features(imgs))
+
+
+class Generating(nn.Module):
+    """A language model whose method ``generate`` calls forward in a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return self.head(x)
+
+    @torch.no_grad()
+    def generate(self, tokens: torch.Tensor, count: int = 3) -> torch.Tensor:
+        for _ in range(count):
+            tokens = torch.cat([tokens, self(tokens)[:, -1:].argmax(-1)], dim=1)
+        return tokens
+
+
+class GenerationMixin(TrainingMixin):
+    """For a test case with ranks."""
+
+    def _check_generation(self, wrap: Callable[[Any], Any], generate: Callable[[Any, Any], torch.Tensor]) -> None:
+        """A wrapped model that trains on what it has generated does so like the plain model."""
+        manual_seed(42)
+        ref_model = Generating().to(self.device)
+        model, seen = wrap(self._replica(ref_model)), {}
+
+        def step(each: Any, tokens: torch.Tensor) -> torch.Tensor:
+            seen[each] = (each.generate if each is ref_model else functools.partial(generate, each))(tokens)
+            if len(seen) == 2:
+                self.assertEqual(seen.pop(model), seen.pop(ref_model))
+            return backward(nn.functional.cross_entropy(each(tokens).flatten(0, 1), tokens.flatten()))
+
+        self._check_training(
+            ref_model,
+            model,
+            lambda: self._tokens(2, 3),
+            step=step,
+            compare=None,
+            optim_cls=torch.optim.Adam,
+        )
 
 
 class ForwardMethodsMixin(TrainingMixin):

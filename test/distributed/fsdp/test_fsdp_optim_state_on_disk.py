@@ -190,6 +190,21 @@ class TestFSDPOptimState(OptimStateTest):
 
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
+    def test_load_into_states_of_a_new_optimizer(self):
+        """``dcp.load`` into the state dict of an optimizer that has taken no step loads all states."""
+        saved, loaded = (self._init_nested_model(NestedModel.wrap) for _ in range(2))
+        self._train(saved, 2)
+        for run in (saved, loaded):
+            set_state_dict_type(run.model, SHARDS)
+        dcp.save({"optim": FSDP.optim_state_dict(saved.model, saved.optim)}, checkpoint_id=self.temp_dir)
+        state = {"optim": FSDP.optim_state_dict(loaded.model, loaded.optim)}
+        dcp.load(state, checkpoint_id=self.temp_dir)
+        loaded.optim.load_state_dict(FSDP.optim_state_dict_to_load(loaded.model, loaded.optim, state["optim"]))
+        with torch_defect("fsdp1_optim_state_of_new_optimizer_is_empty"):
+            self.assertEqual([*loaded.optim.state.values()], [*saved.optim.state.values()])
+
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
     def test_load_where_a_rank_has_no_rows(self):
         """An optimizer state dict loads from disk even if a rank has an empty shard of a parameter.
 

@@ -6,8 +6,10 @@ import contextlib
 import functools
 import itertools
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -36,6 +38,9 @@ from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters, named, of_all_ranks, room_in
 from torch_fsdp_tests.fsdp.shards import owners
 from torch_fsdp_tests.installed_torch import torch_facts
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from distributed._composable.forward_methods import GenerationMixin
 
 # Numbers of elements of the two layers in _two_layers. Neither is a multiple of 2, so both are padded.
 INNER, OUTER = 25, 15
@@ -677,6 +682,23 @@ class TestUnshardParams(TestUnshardParamsBase):
             actual = [param.untyped_storage().nbytes() >= param.nbytes for param in model.parameters()]
         with torch_defect("fsdp1_offloading_on_the_host_frees_parameters"):
             self.assertEqual(actual, [True] * 2)
+
+
+class TestGeneration(GenerationMixin, FSDPTest):
+    world_size = 2
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(use_orig_params=[True, False])
+    def test_generation_between_steps(self, use_orig_params):
+        """Each training step trains on what was just generated inside ``summon_full_params`` of the root."""
+
+        def generate(model: FSDP, tokens: torch.Tensor) -> torch.Tensor:
+            with FSDP.summon_full_params(model, writeback=False, recurse=False):
+                return model.generate(tokens)
+
+        policy = ModuleWrapPolicy({nn.Linear})
+        wrap = functools.partial(FSDP, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+        self._check_generation(wrap, generate)
 
 
 class TestUnshardParamsSubgroups(TestUnshardParamsBase):

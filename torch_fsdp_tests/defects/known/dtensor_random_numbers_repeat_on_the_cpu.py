@@ -2,8 +2,8 @@
 
 After ``to_empty(device="cpu")``, as with ``CPUOffloadPolicy``, ``reset_parameters()`` fills DTensors. On devices that
 have ``set_rng_state`` DTensor keeps the random numbers of ranks apart, and those of replicas equal. On the CPU each
-rank samples from its own generator. With one seed on all ranks, each rank's shard repeats that of the first. With a seed
-for each rank, the replicas of HSDP start from different weights, and nothing makes them equal later.
+rank samples from its own generator. With one seed on all ranks, each rank's shard repeats that of the first. With a
+seed for each rank, the replicas of HSDP start from different weights, and nothing makes them equal later.
 """
 
 import warnings

@@ -1,8 +1,8 @@
 """A second ``schedule.step()`` before ``optimizer.step()`` divides the gradients of the first once more.
 
-With ``scale_grads=True``, the default, ``step()`` of a pipeline schedule ends by dividing the gradients by the number of
-microbatches ``n``. It divides all of ``param.grad``, in which the gradients of earlier steps already are divided. Two
-steps give ``g1/n + g2`` and not ``g1 + g2``, where ``g1`` and ``g2`` are what each step gives alone.
+With ``scale_grads=True``, the default, ``step()`` of a pipeline schedule ends by dividing the gradients by the number
+of microbatches ``n``. It divides all of ``param.grad``, in which the gradients of earlier steps are divided already.
+Two steps give ``g1/n + g2`` and not ``g1 + g2``, where ``g1`` and ``g2`` are what each step gives alone.
 """
 
 import torch

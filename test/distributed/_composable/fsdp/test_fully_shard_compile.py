@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from torch_fsdp_tests.common_distributed import get_required_world_size, needs, requires_world_size, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, check_sharded_parity
@@ -154,6 +155,19 @@ class Subject(NamedTuple):
         return loss.detach()
 
 
+def checkpointed_after_compile(layer: nn.Module, checkpointed: Callable, backend: Callable) -> nn.Module:
+    layer.compile(backend=backend)
+    return checkpointed(layer)
+
+
+# Each gets a layer, a function that checkpoints it, and a backend.
+CHECKPOINTED_AND_COMPILED: dict[str, Callable[[nn.Module, Callable, Callable], Any]] = {
+    "compiled checkpoint": lambda layer, checkpointed, backend: torch.compile(checkpointed(layer), backend=backend),
+    "compiled inside": lambda layer, checkpointed, backend: checkpointed(torch.compile(layer, backend=backend)),
+    "compiled in place inside": checkpointed_after_compile,
+}
+
+
 class Step(NamedTuple):
     loss: torch.Tensor
     grads: dict[str, torch.Tensor]  # of this rank's shards
@@ -235,14 +249,15 @@ class TestFullyShardCompileCompute(CompileTest):
 
     @needs(torch_facts.COMPILES_STEPS_ON_UNEVEN_SHARDS)
     @skip_if_lt_x_gpu(2)
-    @subtests(backend=["eager", "aot_eager"])
-    def test_compile_optimizer_uneven_shard(self, backend):
+    @subtests(pairwise=True, backend=["eager", "aot_eager"], optimizer=["Adam", "SGD"], foreach=[True, False])
+    def test_compile_optimizer_uneven_shard(self, backend, optimizer, foreach):
         """A compiled step changes parameters with padded shards like an eager step (#176667)."""
         torch._dynamo.reset()
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         convolutions = [filled(nn.Conv2d(3, 7, 3)).to(self.device) for _ in range(2)]
         models = [fully_shard(each, mp_policy=policy, reshard_after_forward=False) for each in convolutions]
-        optim, ref_optim = (torch.optim.Adam(each.parameters(), lr=1e-2, foreach=True) for each in models)
+        make = functools.partial(getattr(torch.optim, optimizer), lr=1e-2, foreach=foreach)
+        optim, ref_optim = (make(each.parameters()) for each in models)
         counting, inp = CountingBackend(backend), uniform(2, 3, 8, 8, seed=self.rank)
         compiled_step = torch.compile(optim.step, backend=counting)
         for step in range(3):
@@ -652,6 +667,30 @@ class TestFullyShardCompile(CompileTest):
             take_step(optims)
         self.assertGreater(counting.count("linear"), 0)
         check_sharded_parity(self, ref_model, model)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(order=list(CHECKPOINTED_AND_COMPILED), selective=[False, True])
+    def test_compiled_checkpoints(self, order, selective):
+        """A model trains like a plain one if its layers are checkpointed and compiled, in any order."""
+
+        def save_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            return CheckpointPolicy.MUST_SAVE if "mm" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+        contexts = functools.partial(create_selective_checkpoint_contexts, save_products)
+        wrapper = internals.checkpoint_wrapping.checkpoint_wrapper
+        checkpointed = functools.partial(wrapper, context_fn=contexts) if selective else wrapper
+        ref_model, counting = self._mlps(), CountingBackend("aot_eager")
+        wrap = CHECKPOINTED_AND_COMPILED[order]
+        model = nn.Sequential(*(wrap(mlp, checkpointed, counting) for mlp in self._mlps()))
+        shard_each((*model, model))
+        optims = optimizers(ref_model, model)
+        for iteration in range(2):
+            self._mean_backward(ref_model, iteration)
+            model(self._rows(iteration, self.rank)).square().sum().backward()
+            actual = [param.grad.full_tensor() for param in model.parameters()]
+            self.assertEqual(actual, [param.grad for param in ref_model.parameters()])
+            take_step(optims)
+        self.assertGreater(counting.count("linear"), 0)
 
     @skip_if_lt_x_gpu(2)
     @subtests(per_layer=[True, False])

@@ -35,7 +35,7 @@ from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.internals import fsdp2_init
 from torch_fsdp_tests.fsdp.meshes import make_mesh
-from torch_fsdp_tests.fsdp.references import average_gradients, check_defaults
+from torch_fsdp_tests.fsdp.references import average_gradients, check_defaults, of_all_ranks
 from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.shards import chunk_of, shard_largest_dim
 from torch_fsdp_tests.fsdp.training import optimizers, shard_each, take_step
@@ -587,7 +587,7 @@ class TestFullyShardMetaDeviceInit(InitTest):
         for name, local in locals_.items():
             self.assertFalse((local == MARK).any().item(), name)
         with torch.no_grad():
-            for name, param in model.named_parameters():
+            for param in model.parameters():
                 if Replicate() in param.placements:  # replicas have different random values on some devices
                     param.zero_()
                 else:
@@ -991,6 +991,23 @@ class TestFullyShardMixedDtypeParam(InitTest):
 
 
 @needs(torch_facts.SHARDS_INTEGER_PARAMETERS)
+class TestFullyShardRandomInitialization(FSDPTest):
+    world_size = 4
+
+    @skip_if_lt_x_gpu(4)
+    def test_rows_differ_and_replicas_agree(self):
+        """If all ranks have the same seed, shards get different random numbers, and replicas the same."""
+        with META:
+            model = nn.Linear(4, 4, bias=False)
+        fully_shard(model, mesh=make_mesh(2, 2, names=("replicate", "shard"))).to_empty(device=self.device)
+        torch.manual_seed(42)
+        model.reset_parameters()
+        shards = of_all_ranks(model.weight.to_local().tolist())
+        self.assertEqual(shards[:2], shards[2:])
+        with torch_defect("dtensor_random_numbers_repeat_on_the_cpu"):
+            self.assertNotEqual(shards[0], shards[1])
+
+
 class TestFullyShardNonFloatParam(FSDPTest):
     world_size = 2
 

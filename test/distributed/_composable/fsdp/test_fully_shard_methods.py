@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +21,10 @@ from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.seeded import uniform
-from torch_fsdp_tests.fsdp.training import TrainingMixin, backward, loss_of, shard_each, train
+from torch_fsdp_tests.fsdp.training import backward, loss_of, shard_each, train
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from distributed._composable.forward_methods import Generating, GenerationMixin
 
 # Methods and their arguments: settings that do not change the results of training, or that are undone at once.
 CALLS: dict[str, list[tuple[str, dict[str, Any]]]] = {
@@ -113,8 +118,20 @@ def is_possible(state: str, **_: Any) -> bool:
     return state not in (FAILED, RECOVERED) or hasattr(FSDPModule, "reset_iter_state")
 
 
-class TestFullyShardMethods(TrainingMixin, FSDPTest):
+class TestFullyShardMethods(GenerationMixin, FSDPTest):
     world_size = 2
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(reshard_after_forward=[True, False, None])
+    def test_generation_between_steps(self, reshard_after_forward):
+        """Each training step trains on what a registered method has just generated."""
+
+        def wrap(model: Generating) -> Generating:
+            shard_each((*model.layers, model), reshard_after_forward=reshard_after_forward)
+            register_fsdp_forward_method(model, "generate")
+            return model
+
+        self._check_generation(wrap, lambda model, tokens: model.generate(tokens))
 
     def test_each_public_method_is_called(self):
         public = {name for name in vars(FSDPModule) if not name.startswith("_")}

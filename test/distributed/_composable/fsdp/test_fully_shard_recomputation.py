@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
@@ -24,9 +25,12 @@ from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.training import (
+    FEW,
     ITERATIONS,
     TrainingMixin,
+    backward,
     check_parity,
+    loss_of,
     shard_each,
     train,
 )
@@ -86,6 +90,33 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
                 check_parity(self, ref_model, model)
                 model.zero_grad()
                 ref_model.zero_grad()
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(checkpoints=["none", "inside", "around"], param_dtype=[None, torch.bfloat16])
+    def test_autocast(self, checkpoints, param_dtype):
+        """A forward under autocast computes in low precision as without FSDP, also when backward recomputes it."""
+
+        class Block(nn.Linear):
+            def hidden(self, x: torch.Tensor) -> torch.Tensor:
+                return super().forward(x).tanh()
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return checkpoint(self.hidden, x, use_reentrant=False) if checkpoints == "inside" else self.hidden(x)
+
+        manual_seed(42)
+        ref_model = nn.Sequential(nn.Linear(4, 4), Block(4, 4)).to(self.device)
+        model = self._replica(ref_model)
+        if checkpoints == "around":
+            model[1] = internals.checkpoint_wrapping.checkpoint_wrapper(model[1])
+        policy = MixedPrecisionPolicy(param_dtype, torch.float32)
+        shard_each([model[1], model], mp_policy=policy)
+
+        def step(each: nn.Module, inp: torch.Tensor) -> torch.Tensor:
+            with torch.autocast(self.device.type, torch.bfloat16):
+                loss = loss_of(each(inp))
+            return backward(loss)
+
+        self._check_training(ref_model, model, lambda: self._inputs(2, 4), step=step, iterations=FEW)
 
     @skip_if_lt_x_gpu(2)
     def test_double_forward_gathers_recomputed_modules_once(self):
