@@ -1,9 +1,9 @@
 """``item()``, ``float()`` and ``bool()`` of a norm, sum or maximum of an FSDP2 parameter return one rank's part.
 
 The norm, sum, mean, maximum or count of a sharded parameter or gradient is a DTensor that is not reduced yet.
-``item()`` does not reduce it, and returns the value of this rank's shard. ``float()``, ``int()``, ``bool()`` and
-``if`` call ``item()``. So logged norms are wrong, and a condition such as ``bool((grad < limit).all())`` differs by
-rank. If only some ranks then take a branch with a collective, they hang.
+``item()`` does not reduce it, and returns the value of this rank's shard. ``float()``, ``int()``, ``bool()`` and ``if``
+call ``item()``. So logged norms are wrong, and a condition such as ``if (grad > limit).sum():`` differs by rank, before
+torch 2.15 also ``bool((grad < limit).all())``. If only some ranks then take a branch with a collective, they hang.
 """
 
 from torch import nn

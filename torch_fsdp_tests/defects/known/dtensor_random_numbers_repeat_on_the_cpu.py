@@ -1,4 +1,4 @@
-"""Random initialization of a sharded model on the CPU: ranks with one seed draw equal rows, HSDP's replicas differ.
+"""Random initialization of a sharded model on the CPU: ranks with one seed get equal rows, HSDP's replicas differ.
 
 After ``to_empty(device="cpu")``, as with ``CPUOffloadPolicy``, ``reset_parameters()`` fills DTensors. On devices that
 have ``set_rng_state`` DTensor keeps the random numbers of ranks apart, and those of replicas equal. On the CPU each

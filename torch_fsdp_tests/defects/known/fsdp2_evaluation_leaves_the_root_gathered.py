@@ -3,7 +3,7 @@
 By default the root does not reshard after forward, because backward follows. Under ``no_grad`` none follows, and
 ``model.parameters()`` stay the unsharded parameters. These do not have the gradients of the last step, nor get those of
 the next one. An optimizer that steps now updates the local shards, but the next forward uses the old weights.
-All writes to the local shards are missed until the next backward, except those of ``load_state_dict``: if a moving
+No write to the local shards has an effect until the next backward, except those of ``load_state_dict``: if a moving
 average (EMA, SWA) is swapped in for a validation, the training forward after it still uses the averaged weights.
 ``model.zero_grad()`` does not reach the gradients of the last step, and the next backward adds to them. A new optimizer
 finds no gradients of the root's parameters. The next backward undoes ``requires_grad_()``. The same happens to

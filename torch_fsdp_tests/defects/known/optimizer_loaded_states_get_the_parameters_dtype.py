@@ -21,7 +21,7 @@ DEFECT = Defect(
     where="torch.optim.Optimizer._process_value_according_to_param_policy",
     features="fsdp2, optimizer_state",
     workaround="Afterwards put the loaded states into ``optimizer.state[param]`` once more.",
-    arguable="It does so without FSDP, too; the optimizers of torch keep their states in the dtype of the parameters.",
+    arguable="It also does so without FSDP; the optimizers of torch keep their states in the dtype of the parameters.",
 )
 
 
