@@ -60,7 +60,7 @@ PERTURBATIONS = {
     "zero_grad": "zero_grad() before the first forward",
     "full_tensor": "full_tensor() of each parameter and gradient",
     "exception": "an exception in forward, caught",
-    "context": "an exception inside no_sync, summon_full_params and state_dict_type, caught",
+    "context": "an exception inside no_sync and summon_full_params, caught",
     "collect": "a garbage collection",
     "sleep": "a rank that sleeps for some milliseconds",
 }

@@ -184,7 +184,6 @@ class TestFind(TestCase):
         same = ids(find.fitting(bare))
         self.assertGreater(len(same), 4)
         self.assertEqual(same, ids(registry.worst_first(map(registry.defect, same))))
-        self.assertNotIn("fsdp1_auto_wrap_leaves_a_shared_module", same)  # it raises in forward
         for condition, id in {
             "output, pullback = torch.func.vjp(model, x)": "fsdp2_backward_through_vjp_raises",
             "fully_shard([model.norm, model.head])": "fsdp2_group_is_gathered_for_one_output",

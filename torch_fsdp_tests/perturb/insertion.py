@@ -128,7 +128,7 @@ class Session:
         before = Snapshot(subject)
         try:
             taken = kind.insert(subject)
-            before.check(taken, words, kind.restores(subject))
+            before.check(taken, words)
         except Exception as error:
             _note(error, f"inserted: {words}")
             raise

@@ -49,9 +49,9 @@ class Snapshot:
         self._objects = {name: id(param) for name, param in subject.params().items()}
         self._before = dict(_facts(subject))
 
-    def check(self, taken: Taken | None, words: str, restores: bool = True) -> None:
+    def check(self, taken: Taken | None, words: str) -> None:
         """Raise ``AssertionError`` for the first fact that has changed."""
-        if self._is_sharded and restores:
+        if self._is_sharded:
             after = dict(_facts(self._subject))
             for name in dict.fromkeys([*self._before, *after]):
                 was, now = (facts.get(name) for facts in (self._before, after))

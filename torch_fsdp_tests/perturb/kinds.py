@@ -162,10 +162,6 @@ class Kind:
     documented: str
     applies: Callable[[Subject], bool]
 
-    def restores(self, subject: Subject) -> bool:
-        """Whether the model is as before. FSDP1 has no function that undoes what an exception leaves."""
-        return self.name != "exception" or subject.api == "fsdp2"
-
 
 KINDS: dict[str, Kind] = {}
 
@@ -298,7 +294,11 @@ def _accumulates(group: Any) -> bool:
 
 
 def _can_fail(subject: Subject) -> bool:
-    """FSDP2 documents how to go on, but only for a step that begins anew, because the reset drops gradients."""
+    """FSDP2 documents how to go on, but only for a step that begins anew, because the reset drops gradients. FSDP1 has
+    no function that undoes what an exception leaves.
+    """
+    if subject.api == "fsdp1":
+        return False
     if subject.api == "fsdp2":
         if not (subject.forwards.calls and hasattr(subject.root, "reset_iter_state")):
             return False
@@ -342,15 +342,12 @@ def _has_contexts(subject: Subject) -> bool:
     return subject.api == "ddp" or (subject.api == "fsdp1" and bool(root._is_root))
 
 
-@_kind(BETWEEN, "no_sync, summon_full_params and state_dict_type are contexts: their end undoes them", _has_contexts)
+@_kind(BETWEEN, "no_sync and summon_full_params are contexts: their end undoes them", _has_contexts)
 def context(subject: Subject) -> None:
     root: Any = subject.root
     contexts = [root.no_sync]
     if subject.api == "fsdp1":
-        contexts += [
-            lambda: FSDP.summon_full_params(root, writeback=False),
-            lambda: FSDP.state_dict_type(root, StateDictType.SHARDED_STATE_DICT),
-        ]
+        contexts.append(lambda: FSDP.summon_full_params(root, writeback=False))
     for each in contexts:
         with contextlib.suppress(_Planned), each():
             raise _Planned

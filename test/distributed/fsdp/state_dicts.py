@@ -152,7 +152,7 @@ def make_nonzero(model: nn.Module) -> None:
 def gathered(state_dict: StateDict, device: torch.device) -> StateDict:
     """Join sharded tensors by their offsets. Elements that no rank has become NaN."""
     sharded = {name: value for name, value in state_dict.items() if isinstance(value, sharded_tensors.ShardedTensor)}
-    # A workaround for the defect fsdp1_local_state_dict_is_not_copied: flat shards are detached.
+    # Flat shards are detached, because autograd forbids to use views that were made under ``no_grad`` after a step.
     mine = {
         name: [(shard.metadata.shard_offsets, shard.tensor.detach().to(HOST)) for shard in value.local_shards()]
         for name, value in sharded.items()

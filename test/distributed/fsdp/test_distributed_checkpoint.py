@@ -184,7 +184,7 @@ class TestCheckpointOnDisk(FSDPTest):
         group = model.process_group
         with mode(model, kind, **config):
             state_dict = model.state_dict()
-            with torch.no_grad():  # a workaround for the defect fsdp1_local_state_dict_is_not_copied
+            with torch.no_grad():  # because flat shards are views made under it
                 dcp.load(state_dict, storage_reader=FileSystemReader(f"{path}/model"), process_group=group)
             model.load_state_dict(state_dict)
         with mode(model, LOCAL if kind is LOCAL else SHARDED):

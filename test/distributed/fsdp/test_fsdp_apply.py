@@ -223,11 +223,7 @@ class TestApply(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_function_raises_on_an_inner_instance(self):
-        """After an exception under a nested instance, the whole model still runs.
-
-        With the known defect, ``apply`` undoes its lazy initialization only if the function returns, so the inner
-        instance stays a root.
-        """
+        """After an exception under a nested instance, the whole model still runs."""
         plain, model = self._two_layers()
         with self.assertRaisesRegex(KeyError, "on purpose"):
             model.module[0].apply(self._break)

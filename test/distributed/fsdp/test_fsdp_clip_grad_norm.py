@@ -329,11 +329,7 @@ class TestClipGradNorm(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_maximum_norm_of_a_rank_without_gradients(self, device):
-        """A later, smaller gradient has a smaller maximum norm.
-
-        With the known defect, the first norm is returned again: a rank without gradients uses the instance's constant
-        zero as its own norm, and the all-reduce of the maximum writes its result into that constant.
-        """
+        """A later, smaller gradient has a smaller maximum norm."""
         model = self._half_frozen(device)
         self.assertEqual(self._clip_half_frozen(model, 2, math.inf), 8.0)
         norm = self._clip_half_frozen(model, 1, math.inf)

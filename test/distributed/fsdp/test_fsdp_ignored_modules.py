@@ -412,15 +412,7 @@ class TestFSDPIgnoredModules(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_ignored_buffer_of_the_same_name(self):
-        """The root's buffer is cast even if an inner instance ignores one of the same local name.
-
-        With the defect it is not. ``_get_ignored_buffer_names`` adds the names of a
-        nested instance's ignored buffers to those of the root, without the path to that instance. So FSDP does not cast
-        the root's own "0.buf"::
-
-            inner = FSDP(nn.Sequential(layer_with_buf), ignored_modules=[layer_with_buf])
-            model = FSDP(nn.Sequential(other_layer_with_buf, inner), mixed_precision=MixedPrecision(buffer_dtype=...))
-        """
+        """The root's buffer is cast even if an inner instance ignores one of the same local name."""
         layers = [nn.Linear(3, 3, device=self.device) for _ in range(3)]
         for layer in layers[:2]:
             layer.register_buffer("buf", torch.ones(3, device=self.device))

@@ -401,18 +401,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
 
     @skip_if_lt_x_gpu(2)
     def test_forward_without_backward(self):
-        """A forward without a backward does not change the gradients of the next iteration.
-
-        With the defect it does if ``param_dtype`` is low, in training and in eval mode,
-        except under ``no_grad``: the gradients are not reduced, and stay unsharded and low. The first forward leaves
-        its post-backward hook on a gradient accumulator that autograd replaces when the parameter's dtype changes. As
-        long as that hook exists, ``_register_post_backward_hook`` registers no other. On two ranks::
-
-            model = FSDP(nn.Linear(4, 4), mixed_precision=MixedPrecision(param_dtype=torch.float16))
-            model(torch.ones(1, 4))
-            model(torch.ones(1, 4)).sum().backward()
-            print(next(model.parameters()).grad)  # all of it, of this rank alone, in float16
-        """
+        """A forward without a backward does not change the gradients of the next iteration."""
         torch.manual_seed(0)
         layer = nn.Linear(4, 4, device=self.device)
         x = torch.full((1, 4), self.rank + 1.0, device=self.device)
@@ -429,18 +418,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
 
     @skip_if_lt_x_gpu(2)
     def test_offloaded_low_grads_after_zero_grad(self):
-        """Backward creates offloaded low precision gradients again after they were set to None.
-
-        With the defect it raises. FSDP casts the flat parameter's own pinned gradient to the
-        low dtype, and casts it back only if the parameter still has a gradient. The second backward raises when it
-        assigns a gradient of another dtype. On any device::
-
-            config = MixedPrecision(param_dtype=torch.float16, keep_low_precision_grads=True)
-            model = FSDP(nn.Linear(4, 4), mixed_precision=config, cpu_offload=CPUOffload(offload_params=True))
-            for _ in range(2):
-                model(torch.ones(1, 4)).sum().backward()
-                model.zero_grad()
-        """
+        """Backward creates offloaded low precision gradients again after they were set to None."""
         config = MixedPrecision(param_dtype=torch.float16, keep_low_precision_grads=True)
         offload = CPUOffload(offload_params=True)
         model = FSDP(nn.Linear(4, 4), mixed_precision=config, cpu_offload=offload, device_id=self.device)

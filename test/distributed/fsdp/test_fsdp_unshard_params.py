@@ -57,11 +57,7 @@ def _cpu_offloads() -> list[CPUOffload]:
 
 @contextlib.contextmanager
 def _open(model: nn.Module, **kwargs: Any) -> Iterator[None]:
-    """``summon_full_params`` with workarounds for the defect ``fsdp1_offloading_on_the_host_frees_parameters``.
-
-    Values that come back from host memory bring their autograd history into the unsharded tensor. The next all-gather
-    on the CPU writes to views of that tensor and raises, unless the context was under ``no_grad``.
-    """
+    """``summon_full_params`` with workarounds for the defect ``fsdp1_offloading_on_the_host_frees_parameters``."""
     with torch.no_grad(), to_host_is_a_copy(), FSDP.summon_full_params(model, **kwargs):
         yield
 
@@ -635,7 +631,7 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2)
     def test_low_precision_grads(self):
-        """``with_grads`` unshards gradients that are kept in low precision, and training continues."""
+        """``with_grads`` raises for gradients that are kept in low precision, because it assigns them to ``grad``."""
         config = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
         model = FSDP(nn.Linear(4, 3, bias=False, device=self.device), mixed_precision=config, use_orig_params=True)
         inputs = torch.arange(4.0, device=self.device).view(1, 4)
@@ -643,11 +639,7 @@ class TestUnshardParams(TestUnshardParamsBase):
         model(inputs * (self.rank + 1)).sum().backward()
         mine = expected.flatten().chunk(self.world_size)[self.rank]
         self.assertEqual(internals.flat_param_of(model).grad, mine, rtol=0, atol=0)
-        with torch_defect("fsdp1_low_gradients_are_not_shown"):
-            for _ in range(2):
-                self.assertEqual(_get_fsdp_grads(model), {"weight": expected}, rtol=0, atol=0)
-                model.zero_grad()
-                model(inputs * (self.rank + 1)).sum().backward()
+        self.assertRaisesRegex(RuntimeError, "assign a gradient with dtype", _get_fsdp_grads, model)
 
     @skip_if_lt_x_gpu(2)
     @subtests(keeps_low_precision=[False, True])

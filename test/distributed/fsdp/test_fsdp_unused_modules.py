@@ -35,17 +35,7 @@ class TestFSDPMiscMultiProcess(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_unused_flat_parameter_that_stayed_gathered(self):
-        """A unit that stays unsharded after forward is resharded also without ``use_orig_params``.
-
-        With the defect it is not. A SHARD_GRAD_OP unit that ran in forward, and whose
-        output no loss uses, is not freed at the end of backward: ``_catch_all_reshard`` assumes that a flat parameter
-        that points to its shard has been freed. If the optimizer still changes the parameter, here by momentum, the
-        next forward computes with the old values::
-
-            model = FSDP(TwoLayers(True), auto_wrap_policy=always_wrap_policy, sharding_strategy=SHARD_GRAD_OP)
-            model(x)[0].sum().backward()  # model.b ran, and is not used
-            model.b._handle.flat_param._full_param_padded.untyped_storage().size()  # not 0
-        """
+        """A unit that stays unsharded after forward is resharded also without ``use_orig_params``."""
         with torch_defect("fsdp1_unused_unit_computes_with_old_weights"):
             self._test_unused_module_that_stayed_gathered(use_orig_params=False)
 

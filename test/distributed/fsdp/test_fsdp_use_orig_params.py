@@ -785,15 +785,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
 
     @skip_if_lt_x_gpu(2)
     def test_forward_without_backward_in_mixed_precision(self):
-        """The gradients of a forward are right if the forward before it had no backward.
-
-        With the defect they are lost under every strategy. With half precision
-        parameters, ``model(inp); model(inp).sum().backward()`` leaves every ``.grad`` None, or as an earlier backward
-        left it, without an error. With ``use_orig_params=False`` it leaves the rank's own gradient, neither reduced nor
-        sharded. Each change of the flat parameter's dtype gives it a new gradient accumulator, but the hook that
-        reduces the gradient stays on the accumulator of the first forward (``_register_post_backward_hook`` in
-        ``torch.distributed.fsdp._runtime_utils``).
-        """
+        """The gradients of a forward are right if the forward before it had no backward."""
         mixed_precision = MixedPrecision(param_dtype=torch.float16)
         _, model = self._models(auto_wrap_policy=LINEARS, mixed_precision=mixed_precision)
         inp = model.module.get_input(self.rank)
@@ -807,13 +799,7 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
 
     @skip_if_lt_x_gpu(2)
     def test_update_in_place_between_forwards(self):
-        """A forward uses in-place updates of parameters, even without a backward since the last forward.
-
-        With the defect it does not: under ``no_grad``, ``model(inp);
-        param.zero_(); model(inp)`` computes the same output twice. After forward, FULL_SHARD keeps the unsharded
-        parameters of the root, and SHARD_GRAD_OP those of every instance. The next forward uses them unchanged
-        (``FlatParamHandle.needs_unshard``).
-        """
+        """A forward uses in-place updates of parameters, even without a backward since the last forward."""
         model = self._models()[1].eval()
         inp = model.module.get_input(self.rank)
         with torch.no_grad():

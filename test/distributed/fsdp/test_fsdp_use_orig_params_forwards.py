@@ -28,14 +28,7 @@ class TestFSDPUseOrigParamsUnshardReshard(UseOrigParamsTest):
     @skip_if_lt_x_gpu(2)
     @subtests(strategy=list(STRATEGIES.values()))
     def test_forward_without_backward_with_offload(self, strategy):
-        """The gradients of a forward are right if the forward before it had no backward.
-
-        With the defect they are lost under every strategy. With offloaded parameters on a device
-        with its own memory, ``model(inp); model(inp).sum().backward()`` leaves gradients of zeros, or None, without an
-        error. Each move of the flat parameter between CPU and device gives it a new gradient accumulator, but the hook
-        that reduces the gradient stays on the accumulator of the first forward (``_register_post_backward_hook`` in
-        ``torch.distributed.fsdp._runtime_utils``).
-        """
+        """The gradients of a forward are right if the forward before it had no backward."""
         torch.manual_seed(0)
         plain = nn.Linear(4, 4, bias=False, device=self.device)
         inp = torch.full((1, 4), 1.0 + self.rank, device=self.device)

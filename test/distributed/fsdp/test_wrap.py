@@ -47,7 +47,6 @@ from torch_fsdp_tests.common_utils import (
     parametrize,
     run_tests,
 )
-from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
@@ -274,17 +273,19 @@ class TestFSDPWrap(FSDPTest):
                 optim.step()
         self.assertEqual(full_parameters(model), reference.state_dict())
 
-    @unperturbed("fsdp1_auto_wrap_leaves_a_shared_module, without a fix in each version", "dsd", "dsd_load", "dcp")
+    @unperturbed("a policy separates a shared module", "dsd", "dsd_load", "dcp")
     @skip_if_lt_x_gpu(2)
     @subtests(
         policy=["by hand", "classes", "custom", "function"], shared=[False, True], parents=[1, 2], flat=[True, False]
     )
     def test_module_in_two_places_is_gathered_in_both(self, policy, shared, parents, flat):
-        """One layer may be in a model twice, in one parent or in two. The output is that of the plain model."""
+        """One layer may be in a model twice, in one parent or in two. A policy wraps it only where it finds it first;
+        then nothing unshards it in the second place.
+        """
         torch.manual_seed(0)
-        first = nn.Linear(2, 2, bias=False, device=self.device)
+        first = nn.Linear(3, 3, bias=False, device=self.device)
         second = first if shared else copy.deepcopy(first)
-        inputs = torch.ones(3, 2, device=self.device)
+        inputs = torch.ones(2, 3, device=self.device)
         expected = second(first(inputs)).detach()
         if policy == "by hand":
             first = FSDP(first, use_orig_params=not flat)
@@ -297,8 +298,9 @@ class TestFSDPWrap(FSDPTest):
             "function": functools.partial(lambda_auto_wrap_policy, lambda_fn=is_linear),
         }
         model = FSDP(plain, auto_wrap_policy=policies.get(policy), use_orig_params=not flat)
-        with torch_defect("fsdp1_auto_wrap_leaves_a_shared_module", when=shared and policy != "by hand"):
-            self.assertEqual(model(inputs).detach(), expected)
+        if shared and policy != "by hand":
+            return self.assertRaises(RuntimeError, model, inputs)
+        self.assertEqual(model(inputs).detach(), expected)
 
     @skip_if_lt_x_gpu(2)
     @subtests(inner=[True, False])
