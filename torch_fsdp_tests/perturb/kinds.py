@@ -245,7 +245,13 @@ def eval_(subject: Subject) -> None:
         subject.run()
 
 
-@_kind(BETWEEN, "torch.inference_mode: like no_grad, with tensors that are not used in autograd later", can_run)
+def _can_infer(subject: Subject) -> bool:
+    """Not if FSDP1 would make an inference tensor of a parameter of which a rank has no elements."""
+    is_split = subject.api == "fsdp1" and not all(param.numel() for param in subject.params().values())
+    return not is_split and can_run(subject)
+
+
+@_kind(BETWEEN, "torch.inference_mode: like no_grad, with tensors that are not used in autograd later", _can_infer)
 def inference(subject: Subject) -> None:
     args, kwargs = subject.inputs()  # a DTensor that is no inference tensor cannot be copied in inference mode
     with _eval_mode(subject.root), torch.inference_mode():
@@ -501,16 +507,20 @@ def freeze(subject: Subject) -> None:
             param.requires_grad_(value)
 
 
-def _is_finite(subject: Subject) -> bool:
-    """Whether this rank's gradients are finite. Otherwise the norm is not, and clipping changes them."""
+def _can_clip(subject: Subject) -> bool:
+    """Whether this rank's gradients are finite. Otherwise the norm is not, and clipping changes them. FSDP1 cannot clip
+    gradients in float64.
+    """
     grads = [param.grad for param in subject.root.parameters() if param.grad is not None]
+    if subject.api == "fsdp1" and any(grad.dtype is torch.float64 for grad in grads):
+        return False
     return all(bool((grad.to_local() if isinstance(grad, DTensor) else grad).isfinite().all()) for grad in grads)
 
 
 @_kind(
     frozenset({InsertionPoint.BEFORE_STEP}),
     "clip_grad_norm_ scales only gradients whose norm exceeds the maximum",
-    _is_finite,
+    _can_clip,
 )
 def clip(subject: Subject) -> None:
     root: Any = subject.root

@@ -98,19 +98,6 @@ class TestFSDPOptimState(OptimStateTest):
         self._check_same_osd(optim.state_dict(), before[0], rtol=0, atol=0)
         self.assertEqual(full_parameters(model), before[1], rtol=0, atol=0)
 
-    @skip_if_lt_x_gpu(2)
-    def test_transposed_state_is_loaded_with_original_parameters(self):
-        """FSDP1 checks no shape of it, like ``Optimizer.load_state_dict``."""
-        model = FSDP(nn.Linear(2, 4, bias=False, device=self.device), use_orig_params=True)
-        optim = torch.optim.Adam(model.parameters())
-        model(torch.randn(4, 2, device=self.device)).sum().backward()
-        optim.step()
-        set_state_dict_type(model, FULL_EVERYWHERE)
-        osd = FSDP.optim_state_dict(model, optim)
-        osd["state"]["weight"]["exp_avg"] = transposed = osd["state"]["weight"]["exp_avg"].t()
-        loaded = FSDP.optim_state_dict_to_load(model, optim, osd)["state"][0]["exp_avg"]
-        self.assertEqual(loaded.tolist(), transposed.flatten().chunk(self.world_size)[self.rank].tolist())
-
     @requires_world_size(4)
     @with_temp_dir
     def test_checkpoint_on_disk(self):

@@ -20,8 +20,6 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._unshard_param_utils._unshard_fsdp_state_params",
     features="fsdp1, state_dict",
     workaround="Load without ``assign=True``, or before wrapping.",
-    arguable="``assign=True`` replaces the parameters that FSDP1 manages, and no documentation says that FSDP1 "
-    "supports it.",
 )
 
 

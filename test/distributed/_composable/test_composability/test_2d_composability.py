@@ -513,7 +513,7 @@ class TestNew2dParallelTraining(FSDP1AndTPMixin, DTensorTestBase):
     def test_fsdp_of_one_rank(self):
         """Training equals a plain model's if tensor parallelism uses all ranks and FSDP shards over one rank."""
         self._test_2d_e2e_training(self._fsdp1_run((1, 4), use_orig_params=False))
-        # Original parameters are compared with their places in the flat parameter, in global and in local shapes.
+        # Each parameter is compared with its place in the flat parameter: a global shape with a local one.
         with self.assertRaisesRegex(RuntimeError, "Cannot writeback when the parameter shape changes"):
             self._test_2d_e2e_training(self._fsdp1_run((1, 4), use_orig_params=True))
 
