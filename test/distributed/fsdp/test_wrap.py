@@ -47,6 +47,7 @@ from torch_fsdp_tests.common_utils import (
     parametrize,
     run_tests,
 )
+from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
