@@ -104,7 +104,11 @@ class MultiProcContinuousTest(RankTestCase):
             self.skipTest("an earlier test has set poison_pill of the class")
         world_size = ranks_of(self) if self.world_size == _UNSET else int(self.world_size)
         self._ask_requirements(world_size)
-        cls = type(self)
+        self._ensure_ranks(world_size)
+
+    @classmethod
+    def _ensure_ranks(cls, world_size: int) -> None:
+        """Start the ranks, unless those of an earlier test can run one more."""
         if cls._group is not None and (cls._group.world_size != world_size or not cls._group.ready()):
             cls._end_group()
         if cls._group is None:
@@ -143,12 +147,16 @@ class MultiProcContinuousTest(RankTestCase):
             raise RanksErred(Verdict(deaths[0].outcome, "; ".join(each.reason for each in deaths), Phase.FIXTURE))
 
     def _join_ranks(self, fn: Callable) -> None:
+        self._run_in_ranks(self._testMethodName)
+
+    def _run_in_ranks(self, method: str) -> None:
+        """Run a method of the class in the ranks, and raise their verdict."""
         group = type(self)._group
         assert group is not None
         limit = limit_of(self.id())
-        type(self)._last_test = self._testMethodName
+        type(self)._last_test = method
         try:
-            self._conclude(group.run(self._testMethodName, limit), limit)
+            self._conclude(group.run(method, limit), limit)
             self._name_leaks(group)
         except BaseException:  # the ranks may be anywhere; the next test gets new ones
             type(self)._group = None

@@ -1,0 +1,348 @@
+"""``ModelTestCase``: any model in all configurations, compared with the plain model."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torch_fsdp_tests.common_distributed import requires_world_size
+from torch_fsdp_tests.common_distributed.requirements import get_required_world_size
+from torch_fsdp_tests.common_fsdp import FSDPTestContinuous
+from torch_fsdp_tests.defects import torch_defect
+from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.fsdp.optimizers import fused_on_host
+from torch_fsdp_tests.fsdp.references import of_all_ranks
+from torch_fsdp_tests.models import comparing, plain
+from torch_fsdp_tests.models.comparing import Tolerances, check_number, check_tensors
+from torch_fsdp_tests.models.configurations import COMBINED, Arithmetic, Configuration
+from torch_fsdp_tests.models.plain import PlainTraining, Tensors
+from torch_fsdp_tests.models.sharded import ShardedTraining, sharded
+from torch_fsdp_tests.ranks import RankGroup, RanksErred, RanksFailed, is_launched
+from torch_fsdp_tests.verdict import State, events
+
+__unittest = True
+
+STEPS = 3
+SAVED = 1  # the step after which a training is saved
+_FOLDER = "TORCH_FSDP_TESTS_MODEL_CHECKPOINTS"  # an environment variable of the ranks
+
+
+class ModelTestCase(FSDPTestContinuous):
+    """Trains a model in each of ``configurations``, and compares it with the plain model without FSDP.
+
+    A subclass has at least :meth:`build`, :meth:`batch` and :meth:`loss`. Each name in ``configurations`` becomes a
+    test; :mod:`.configurations` has the words for names. The default ones combine all options. If one fails, its
+    options are tried one by one, and the message names those that fail alone.
+
+    ``known_defects`` has the ids of registered defects of torch by configuration, and ``limits`` a regular expression
+    for the message with which torch rejects a configuration. Both are then expected. Raises ``ValueError`` when the
+    class is made, for a configuration that does not exist.
+    """
+
+    configurations: Sequence[str] = COMBINED
+    known_defects: Mapping[str, Sequence[str]] = {}
+    limits: Mapping[str, str] = {}
+
+    generate: Callable[[nn.Module], Any] | None = None  # a method that returns what the model generates, if it does
+
+    _idle: ClassVar[dict[int, RankGroup]]  # ranks of other world sizes, which wait for their next test
+    _folder: ClassVar[tempfile.TemporaryDirectory[str] | None] = None
+    _trained: ClassVar[dict[Arithmetic, PlainTraining]]  # in a rank
+
+    def build(self) -> nn.Module:
+        """A new model on the CPU, in float32. It is the same each time after the same seed."""
+        raise NotImplementedError(f"{type(self).__name__} needs a method build() that returns a new model")
+
+    def batch(self, step: int) -> Any:
+        """One batch of one rank, in any nesting of containers. It is different for each number ``step``."""
+        raise NotImplementedError(f"{type(self).__name__} needs a method batch(step) that returns a batch")
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """A scalar loss of a batch. It must call ``model`` itself, because FSDP does its work in that call."""
+        raise NotImplementedError(f"{type(self).__name__} needs a method loss(model, batch) that returns a loss")
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        """The modules to shard beside the root: by default its blocks, see :func:`.plain.default_units`."""
+        return plain.default_units(model)
+
+    def freeze(self, model: nn.Module) -> None:
+        """Freeze what is not trained: by default the first unit, if there are several."""
+        units = self.units(model)
+        if len(units) < 2:
+            self.skipTest("the model has fewer than two units, so none is frozen by default; define freeze(model)")
+        units[0].requires_grad_(False)
+
+    def optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer: by default AdamW with an ``eps`` as large as gradients, so that their scale matters."""
+        return torch.optim.AdamW(params, lr=1e-2, eps=1e-2, **fused_on_host())
+
+    @property
+    def world_size(self) -> int:  # type: ignore[override]
+        """2 ranks, or 4 for HSDP."""
+        return get_required_world_size(self, 2)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._idle, cls._trained = {}, {}
+        for name in cls.configurations:
+            configuration = Configuration.parse(name)
+            if cls.generate is None:
+                configuration = configuration.without("generate")
+            cls._add(configuration, "test")
+            for alone in configuration.alone():
+                cls._add(alone, "alone")
+
+    @classmethod
+    def _add(cls, configuration: Configuration, kind: str) -> None:
+        """Add the methods that train in a configuration, and that go on after it was saved."""
+        name = configuration.name
+
+        def train(self: ModelTestCase) -> None:
+            self._within_limits(functools.partial(self._train, configuration), name)
+
+        def resume(self: ModelTestCase) -> None:
+            self._within_limits(functools.partial(self._resume, configuration), name)
+
+        if configuration.has("hsdp"):
+            train = requires_world_size(4)(train)
+        if name in cls.known_defects:
+            train = torch_defect(*cls.known_defects[name])(train)
+        for method, function in ((f"{kind}_{name}", train), (f"resume_{name}", resume)):
+            if method not in vars(cls):
+                function.__name__, function.__qualname__ = method, f"{cls.__qualname__}.{method}"
+                setattr(cls, method, function)
+
+    # -- in the test process
+
+    @property
+    def _configuration(self) -> Configuration:
+        return Configuration.parse(self._testMethodName.partition("_")[2])
+
+    def _join_ranks(self, fn: Callable) -> None:
+        configuration = self._configuration
+        try:
+            self._run_in_phases(configuration, "test")
+        except (RanksFailed, RanksErred) as error:
+            if configuration.name in self.known_defects:
+                raise
+            raise self._explained(error, configuration) from None
+
+    def _run_in_phases(self, configuration: Configuration, kind: str) -> None:
+        """Train in the ranks, and then, after it was saved, in other ranks."""
+        cls = type(self)
+        cls._ensure_ranks(configuration.world_size)
+        self._run_in_ranks(f"{kind}_{configuration.name}")
+        if configuration.saves and configuration.name not in self.limits:
+            world_size = accelerator.current().ranks_up_to(4)
+            events.need(world_size)
+            if cls._group is not None and cls._group.world_size == world_size:
+                cls._end_group()  # new processes load
+            cls._ensure_ranks(world_size)
+            self._run_in_ranks(f"resume_{configuration.name}")
+
+    def _explained(self, error: RanksFailed | RanksErred, configuration: Configuration) -> Exception:
+        """The error, with the options that fail alone. A hang is not repeated."""
+        verdict = error.verdict
+        if verdict.state is State.TIMED_OUT or len(configuration.options) < 2:
+            return error
+        failing = [each.name for each in configuration.alone() if not self._passes(each)]
+        words = f"these fail alone: {', '.join(failing)}" if failing else "each of its options passes alone"
+        explained = type(error)(dataclasses.replace(verdict, reason=f"{verdict.reason} ({words})"))
+        explained.args = (f"{verdict.text}\n{words}",)
+        explained.alone = words  # type: ignore[union-attr]
+        return explained
+
+    def _passes(self, configuration: Configuration) -> bool:
+        if accelerator.current().lacks_room_for(configuration.world_size):
+            return True
+        try:
+            self._run_in_phases(configuration, "alone")
+        except (RanksFailed, RanksErred):
+            return False
+        return True
+
+    @classmethod
+    def _ensure_ranks(cls, world_size: int) -> None:
+        """Keep the ranks of each world size. A launcher has only one set of ranks at a time."""
+        if cls._group is not None and cls._group.world_size != world_size and not is_launched():
+            cls._idle[cls._group.world_size] = cls._group
+            cls._group = None
+        if cls._group is None:
+            cls._group = cls._idle.pop(world_size, None)
+        if cls._folder is None:
+            cls._folder = tempfile.TemporaryDirectory()
+            cls.addClassCleanup(cls._remove_folder)
+        with mock.patch.dict(os.environ, {_FOLDER: cls._folder.name}):
+            super()._ensure_ranks(world_size)
+
+    @classmethod
+    def _remove_folder(cls) -> None:
+        if cls._folder is not None:
+            cls._folder.cleanup()
+            cls._folder = None
+
+    @classmethod
+    def _conclude_class(cls) -> None:
+        while cls._idle:
+            cls._end_group()
+            cls._group = cls._idle.popitem()[1]
+        super()._conclude_class()
+
+    # -- in a rank
+
+    def _within_limits(self, train: Callable[[], None], name: str) -> None:
+        if name not in self.limits:
+            train()
+            return
+        with self.assertRaisesRegex(Exception, self.limits[name]):
+            train()
+
+    def _train(self, configuration: Configuration) -> None:
+        reference, tolerances = self._reference(configuration)
+        dtype = self._dtype(configuration)
+        training = sharded(self, configuration, dtype)
+        check = _Check(training, reference, tolerances, configuration, dtype)
+        for step in range(SAVED + 1 if configuration.saves else STEPS):
+            check.step(step)
+            if step == 0 and configuration.has("generate") and not configuration.arithmetic.low:
+                self.assertEqual(training.generated(), reference.at(0).generated, msg="generate() after the first step")
+        if not configuration.saves:
+            check.buffers(STEPS - 1)
+            return
+        training.save(self._checkpoint(configuration, is_made=True))
+        if dist.get_rank() == 0:
+            torch.save(reference.at(SAVED).states, os.path.join(self._checkpoint(configuration), "plain.pt"))
+        dist.barrier()
+
+    def _resume(self, configuration: Configuration) -> None:
+        """Load what other ranks have saved into another layout, and train one more step."""
+        folder, resumed = self._checkpoint(configuration), configuration.resumed()
+        dtype = self._dtype(resumed)
+        reference = self._plain(resumed.arithmetic, self._highest)
+        reference.continue_after(SAVED, torch.load(os.path.join(folder, "plain.pt"), weights_only=True))
+        training = sharded(self, resumed, dtype, seed=1)
+        training.spoil()
+        training.load(folder)
+        check = _Check(training, reference, comparing.exact(dtype), resumed, dtype)
+        check.parameters("until it was loaded", plain.values(reference.model))
+        reference.take_buffers(training.model)
+        check.step(STEPS - 1)
+
+    def _checkpoint(self, configuration: Configuration, is_made: bool = False) -> str:
+        folder = os.path.join(os.environ[_FOLDER], configuration.name)
+        if is_made:
+            os.makedirs(folder, exist_ok=True)
+        return folder
+
+    @functools.cached_property
+    def _highest(self) -> torch.dtype:
+        """float64 if the model computes in it in all ranks, and else float32."""
+        cls = type(self)
+        if "_dtype_found" not in vars(cls):
+            cls._dtype_found = torch.float64 if all(of_all_ranks(self._computes_in(torch.float64))) else torch.float32
+        return cls._dtype_found
+
+    _dtype_found: ClassVar[torch.dtype]
+
+    def _computes_in(self, dtype: torch.dtype) -> bool:
+        try:
+            model = plain.built(self, dtype=dtype)
+            plain.loss_of(self, model, plain.on_device(self.batch(0), dtype), 0).backward()
+        except Exception:
+            return False
+        return True
+
+    def _dtype(self, configuration: Configuration) -> torch.dtype:
+        """The dtype of the sharded model. Mixed precision is for models in float32.
+
+        FSDP1 does not clip in float64 (``fsdp1_clip_grad_norm_refuses_float64``), so what it loads is not float64.
+        """
+        interfaces = {configuration.interface, configuration.saves and configuration.resumed().interface}
+        clips_in_fsdp1 = configuration.has("clip") and "fsdp1" in interfaces
+        return torch.float32 if configuration.arithmetic.low or clips_in_fsdp1 else self._highest
+
+    def _plain(self, arithmetic: Arithmetic, dtype: torch.dtype) -> PlainTraining:
+        data = plain.Data(self, self.rank, dist.get_world_size(), arithmetic.microbatches, dtype)
+        return PlainTraining(self, arithmetic, data, dtype)
+
+    def _reference(self, configuration: Configuration) -> tuple[PlainTraining, Tolerances]:
+        """The plain training in the highest precision, and what the sharded one may differ from it.
+
+        Raises :class:`.plain.FailsWithoutFSDP` if the plain model does not run under the same options. Configurations
+        with the same arithmetic share their reference.
+        """
+        trained, arithmetic = type(self)._trained, configuration.arithmetic
+        high = arithmetic._replace(low="")
+        with plain.without_fsdp():
+            if high not in trained:
+                trained[high] = self._plain(high, self._highest)
+            reference = trained[high]
+            reference.at(0)
+        if configuration.has("ac", "ownac", "compile", "autocast", "bf16"):
+            batch = plain.on_device(self.batch(self.rank), self._dtype(configuration))
+            plain.check_plain(self, configuration, batch, self._dtype(configuration))
+        if not arithmetic.low:
+            return reference, comparing.exact(self._dtype(configuration))
+        if arithmetic not in trained:
+            trained[arithmetic] = self._plain(arithmetic, torch.float32)
+        with plain.without_fsdp():
+            low, high_step = trained[arithmetic].at(STEPS - 1), reference.at(STEPS - 1)
+        tolerances = comparing.calibrated(low, high_step, reference.start)
+        if tolerances.are_coarse:
+            self.skipTest("the plain model is so inexact in bfloat16 that nothing can be compared")
+        return reference, tolerances
+
+
+class _Check:
+    """Trains a sharded model and compares each step with that of the plain one."""
+
+    def __init__(
+        self,
+        training: ShardedTraining,
+        reference: PlainTraining,
+        tolerances: Tolerances,
+        configuration: Configuration,
+        dtype: torch.dtype,
+    ) -> None:
+        self._training, self._reference = training, reference
+        self._tolerances, self._configuration = tolerances, configuration
+        self._data = reference.data.in_dtype(dtype)
+        self._start = training.parameters(reference.start)
+
+    def step(self, number: int) -> None:
+        """Raises :class:`.comparing.Mismatch`."""
+        expected, configuration, off = self._reference.at(number), self._configuration, self._tolerances
+        at = f"of step {number + 1}"
+        if configuration.has("eval"):
+            actual = self._training.eval_loss(self._data, number)
+            check_number(f"the loss in eval mode before step {number + 1}", actual, expected.eval_loss, off.losses)
+        losses = self._training.backward(self._data, number)
+        for loss, right in zip(losses, expected.losses, strict=True):
+            check_number(f"the loss {at}", loss, right, off.losses)
+        gradients = self._training.gradients(expected.gradients)
+        check_tensors(f"the gradients {at}", gradients, expected.gradients, off.gradients)
+        if configuration.has("clip"):
+            check_number(f"the norm of the gradients {at}", self._training.clip(), expected.norm, off.gradients)
+        self._training.update()
+        self.parameters(f"after step {number + 1}", expected.parameters)
+
+    def parameters(self, when: str, expected: Tensors) -> None:
+        """Raises :class:`.comparing.Mismatch`."""
+        pairs = comparing.moved(self._training.parameters(expected), self._start)
+        changes = comparing.updates(expected, self._reference.start)
+        check_tensors(f"what training has changed {when}", pairs, changes, self._tolerances.updates)
+
+    def buffers(self, number: int) -> None:
+        if self._configuration.arithmetic.low:
+            return
+        expected = {name: b for name, b in self._reference.at(number).buffers.items() if b.is_floating_point()}
+        check_tensors("the buffers at the end", self._training.buffers(expected), expected, self._tolerances.updates)

@@ -1,0 +1,132 @@
+"""Compares a sharded training with a plain one, with tolerances that the model's own rounding decides."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import torch
+
+from torch_fsdp_tests.fsdp.references import of_all_ranks
+from torch_fsdp_tests.models.plain import Step, Tensors
+from torch_fsdp_tests.models.sharded import Pairs
+
+# Relative tolerances for the dtypes in which both sides compute. Each is far above the rounding of one operation,
+# because gradients sum over thousands, and far below any effect of a mistake.
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
+# In bfloat16, the tolerance is this many times the plain model's own distance from higher precision, and at least that
+# of some roundings. Where it would be more than COARSEST, bfloat16 cannot show anything about this model.
+MARGIN, FINEST, COARSEST = 4.0, 2.0**-6, 0.5
+# A tensor whose values are below this fraction of the largest of all tensors is compared on the scale of the fraction.
+LEAST_SCALE = 1e-2
+
+
+class Mismatch(AssertionError):
+    """The sharded training differs from the plain one. The message is a sentence."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tolerances:
+    """How far each kind of value may be off, relative to its size."""
+
+    losses: float
+    gradients: float
+    updates: float
+
+    @property
+    def are_coarse(self) -> bool:
+        return max(self.losses, self.gradients, self.updates) > COARSEST
+
+
+def exact(dtype: torch.dtype) -> Tolerances:
+    return Tolerances(*[TOLERANCES[dtype]] * 3)
+
+
+def calibrated(low: Step, high: Step, start: Tensors) -> Tolerances:
+    """The tolerances for bfloat16, from a step of the plain model in low and in high precision. A collective."""
+    kinds = (
+        max(map(_off, [*low.losses, low.eval_loss], [*high.losses, high.eval_loss])),
+        _worst(_pairs(low.gradients, high.gradients), high.gradients)[0],
+        _worst(_pairs(updates(low.parameters, start), updates(high.parameters, start)), high.parameters)[0],
+    )
+    largest = map(max, *of_all_ranks(kinds), kinds)
+    return Tolerances(*(max(FINEST, MARGIN * each) for each in largest))
+
+
+def updates(parameters: Tensors, start: Tensors) -> Tensors:
+    """What training has changed, because a wrong step is small beside the parameters themselves."""
+    return {name: parameters[name] - start[name] for name in parameters}
+
+
+def _pairs(actual: Tensors, expected: Tensors) -> Pairs:
+    return {name: (actual.get(name, torch.zeros_like(value)), value) for name, value in expected.items()}
+
+
+def check_number(what: str, actual: float, expected: float, tolerance: float) -> None:
+    """Raises :class:`Mismatch` if they differ by more than the tolerance, relative to the expected one."""
+    if not _off(actual, expected) <= tolerance:
+        raise Mismatch(f"{what} is {actual:.7g} and should be {expected:.7g}{_factor(actual, expected)}")
+
+
+def check_tensors(what: str, pairs: Pairs, expected: Tensors, tolerance: float) -> None:
+    """Raises :class:`Mismatch` that names the tensors that are off by more than the tolerance, the worst first.
+
+    ``pairs`` may have local shards; ``expected`` are the full tensors, whose sizes decide.
+    """
+    for name, (actual, wanted) in pairs.items():
+        if actual.shape != wanted.shape:
+            raise Mismatch(f"{what} {name} has shape {tuple(actual.shape)} and should have {tuple(wanted.shape)}")
+    off = _distances(pairs, expected)
+    wrong = sorted((name for name, each in off.items() if not each <= tolerance), key=lambda name: -off[name])
+    if wrong:
+        listed = ", ".join(f"{name} by {off[name]:.2g}" for name in wrong[:3])
+        factor = _factor_of(*pairs[wrong[0]])
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise Mismatch(
+            f"{what}: {len(wrong)} of {len(pairs)} tensors are off by more than {tolerance:.1g} of their size: "
+            f"{listed}{more}{factor}"
+        )
+
+
+def _worst(pairs: Pairs, expected: Tensors) -> tuple[float, str]:
+    return max(((off, name) for name, off in _distances(pairs, expected).items()), default=(0.0, ""))
+
+
+def _distances(pairs: Pairs, expected: Tensors) -> dict[str, float]:
+    """For each name, the largest difference relative to the largest value."""
+    size_of = {name: _largest(tensor) for name, tensor in expected.items()}
+    least = LEAST_SCALE * max(size_of.values(), default=0.0)
+    return {
+        name: _largest(actual.double() - wanted.double()) / max(size_of.get(name, 0.0), least, 1e-30)
+        for name, (actual, wanted) in pairs.items()
+    }
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return tensor.abs().max().item() if tensor.numel() else 0.0
+
+
+def _off(actual: float, expected: float) -> float:
+    return abs(actual - expected) / max(abs(expected), 1e-30)
+
+
+def _factor(actual: float, expected: float) -> str:
+    """Names a simple factor, because a wrong divisor is the most frequent mistake."""
+    ratio = actual / expected if expected else math.nan
+    near = next((each for each in (0.25, 0.5, 2.0, 4.0, -1.0) if math.isclose(ratio, each, rel_tol=1e-3)), None)
+    return f" ({near:g} times)" if near is not None else ""
+
+
+def _factor_of(actual: torch.Tensor, expected: torch.Tensor) -> str:
+    squares = expected.double().square().sum().item()
+    if not squares:
+        return ""
+    ratio = (actual.double() * expected.double()).sum().item() / squares
+    is_multiple = torch.allclose(actual.double(), ratio * expected.double(), rtol=1e-3)
+    return _factor(ratio, 1.0) if is_multiple else ""
+
+
+def moved(pairs: Pairs, start: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> Pairs:
+    """The pairs of updates, from the pairs of parameters before and after."""
+    return {name: (actual - start[name][1], wanted - start[name][1]) for name, (actual, wanted) in pairs.items()}

@@ -1,0 +1,258 @@
+"""A model that FSDP1 or FSDP2 shards in one of the configurations: it trains, is saved, and is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from torch_fsdp_tests.common_fsdp.device import rank_device
+from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.meshes import make_mesh
+from torch_fsdp_tests.fsdp.references import full, named
+from torch_fsdp_tests.fsdp.shards import local_of, shard_of
+from torch_fsdp_tests.models.configurations import Configuration
+from torch_fsdp_tests.models.plain import (
+    LARGEST_NORM,
+    LOW,
+    Data,
+    Model,
+    Tensors,
+    built,
+    eval_loss_of,
+    generated,
+    loss_of,
+    optimizer_of,
+    recompute,
+)
+
+# For each name, what this rank has and what it must have. Both may be local shards.
+Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+def sharded(case: Model, configuration: Configuration, dtype: torch.dtype, seed: int = 0) -> ShardedTraining:
+    """A new model with an optimizer in this configuration."""
+    cls = Fsdp1Training if configuration.interface == "fsdp1" else Fsdp2Training
+    return cls(case, configuration, built(case, seed, dtype, configuration.has("frozen")))
+
+
+class ShardedTraining:
+    """A sharded model with its optimizer. Both interfaces have these methods."""
+
+    def __init__(self, case: Model, configuration: Configuration, model: nn.Module) -> None:
+        self._case, self._configuration = case, configuration
+        units = recompute(case, model, configuration)
+        for unit in units if configuration.has("compile") else ():
+            unit.compile(backend="aot_eager")
+        self.model: Any = self._sharded(model, [] if configuration.has("root") else units)
+        self.optimizer = optimizer_of(case, self.model)
+
+    def _sharded(self, model: nn.Module, units: list[nn.Module]) -> nn.Module:
+        raise NotImplementedError
+
+    def _reducing(self, is_last: bool) -> contextlib.AbstractContextManager[Any]:
+        """The context for a microbatch that is reduced only if it is the last one."""
+        raise NotImplementedError
+
+    def clip(self) -> float:
+        """Clip the gradients. Returns their norm."""
+        raise NotImplementedError
+
+    def gradients(self, expected: Tensors) -> Pairs:
+        raise NotImplementedError
+
+    def parameters(self, expected: Tensors) -> Pairs:
+        raise NotImplementedError
+
+    @property
+    def _autocast(self) -> str:
+        return "autocast" if self._configuration.has("autocast") else ""
+
+    def backward(self, data: Data, step: int) -> list[float]:
+        """Make the gradients of a step. Returns the losses of this rank's microbatches."""
+        losses = []
+        for index, batch in enumerate(data.of(step)):
+            is_reduced = index + 1 == data.microbatches or not self._configuration.has("nosync")
+            with self._reducing(is_reduced):
+                loss = loss_of(self._case, self.model, batch, data.seed(step, index), self._autocast)
+                (loss / data.microbatches).backward()
+            losses.append(loss.item())
+        return losses
+
+    def update(self) -> None:
+        """Step the optimizer, and clear the gradients."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def eval_loss(self, data: Data, step: int) -> float:
+        return eval_loss_of(self._case, self.model, data.of(step)[0], self._autocast)
+
+    def generated(self) -> Any:
+        """What ``generate`` returns."""
+        return generated(self._case, self.model)
+
+    def buffers(self, expected: Tensors) -> Pairs:
+        own = {internals.clean_name(name): buffer for name, buffer in self.model.named_buffers()}
+        return {name: (own[name], value) for name, value in expected.items()}
+
+    def spoil(self) -> None:
+        """Change all parameters, so that a value that is not loaded shows."""
+        with torch.no_grad():
+            for param in self.model.parameters():
+                local_of(param).add_(1.0)
+
+    def save(self, folder: str) -> None:
+        """Save model and optimizer. A collective."""
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=self._options(cpu_offload=True))
+        states = {"model": model, "optimizer": optimizer}
+        if self._configuration.has("dcp"):
+            dcp.save(states, checkpoint_id=folder)
+        elif dist.get_rank() == 0:
+            torch.save(states, os.path.join(folder, "full.pt"))
+
+    def load(self, folder: str) -> None:
+        """Load what any configuration has saved in this way. A collective."""
+        if self._configuration.has("dcp"):
+            model, optimizer = get_state_dict(self.model, self.optimizer)
+            states = {"model": model, "optimizer": optimizer}
+            dcp.load(states, checkpoint_id=folder, planner=self._load_planner)
+        else:
+            states = torch.load(os.path.join(folder, "full.pt"), weights_only=True)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=states["model"],
+            optim_state_dict=states["optimizer"],
+            options=self._options(),
+        )
+
+    _load_planner: dcp.LoadPlanner | None = None  # torch's default
+
+    def _options(self, cpu_offload: bool = False) -> StateDictOptions:
+        is_full = self._configuration.has("dsd")
+        leaves_device = is_full and cpu_offload and accelerator.current().has("device_memory")
+        return StateDictOptions(full_state_dict=is_full, cpu_offload=leaves_device)
+
+
+class Fsdp2Training(ShardedTraining):
+    """A model on each unit of which ``fully_shard`` was called, and then on the root."""
+
+    def _sharded(self, model: nn.Module, units: list[nn.Module]) -> nn.Module:
+        has = self._configuration.has
+        pinned = accelerator.current().has("pinned_memory")
+        options: dict[str, Any] = {
+            "mesh": make_mesh(2, 2, names=("replicate", "shard")) if has("hsdp") else make_mesh(dist.get_world_size()),
+            "mp_policy": MixedPrecisionPolicy(LOW, torch.float32) if has("bf16") else MixedPrecisionPolicy(),
+            "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if has("offload") else OffloadPolicy(),
+            **({"reshard_after_forward": False} if has("keep") else {}),
+        }
+        for module in (*units, model):
+            fully_shard(module, **options)
+        return model
+
+    def _reducing(self, is_last: bool) -> contextlib.AbstractContextManager[Any]:
+        self.model.set_requires_gradient_sync(is_last)
+        return contextlib.nullcontext()
+
+    def clip(self) -> float:
+        return full(torch.nn.utils.clip_grad_norm_(self.model.parameters(), LARGEST_NORM)).item()
+
+    def generated(self) -> Any:
+        if hasattr(self.model, "generate"):
+            register_fsdp_forward_method(self.model, "generate")
+        return super().generated()
+
+    def gradients(self, expected: Tensors) -> Pairs:
+        grads = {name: param.grad for name, param in named(self.model).items() if param.grad is not None}
+        return _shards(grads, expected)
+
+    def parameters(self, expected: Tensors) -> Pairs:
+        return _shards({name: param.detach() for name, param in named(self.model).items()}, expected)
+
+
+def _shards(tensors: Mapping[str, Any], expected: Tensors) -> Pairs:
+    """The local shards, and those of the expected full tensors. A tensor that only one side has counts as zeros."""
+    pairs = {}
+    for name in expected.keys() | tensors.keys():
+        if name not in tensors:
+            pairs[name] = torch.zeros_like(expected[name]), expected[name]
+        else:
+            local = local_of(tensors[name])
+            wanted = shard_of(expected[name], tensors[name]) if name in expected else torch.zeros_like(local)
+            pairs[name] = local, wanted.to(local.device)
+    return pairs
+
+
+class Fsdp1Training(ShardedTraining):
+    """A model that ``FullyShardedDataParallel`` wraps, with a policy that selects the units."""
+
+    # The workaround for ``dcp_checkpoint_of_empty_shards_is_not_loaded``, which only tiny parameters show.
+    _load_planner = property(lambda self: dcp.DefaultLoadPlanner(flatten_sharded_tensors=False))
+
+    def _sharded(self, model: nn.Module, units: list[nn.Module]) -> nn.Module:
+        has, ids = self._configuration.has, set(map(id, units))
+        low = MixedPrecision(param_dtype=LOW, reduce_dtype=torch.float32) if has("bf16") else None
+        return FSDP(
+            model,
+            auto_wrap_policy=CustomPolicy(lambda module: id(module) in ids),
+            sharding_strategy=self._strategy,
+            device_mesh=make_mesh(2, 2, names=("replicate", "shard")) if has("hsdp") else None,
+            use_orig_params=not has("flat"),
+            mixed_precision=low,
+            cpu_offload=CPUOffload(has("offload")),
+            device_id=rank_device(),
+        )
+
+    @property
+    def _strategy(self) -> ShardingStrategy:
+        has = self._configuration.has
+        if has("hsdp"):
+            return internals.hybrid_strategies()[has("keep")]
+        return ShardingStrategy.SHARD_GRAD_OP if has("keep") else ShardingStrategy.FULL_SHARD
+
+    def _reducing(self, is_last: bool) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if is_last else self.model.no_sync()
+
+    def clip(self) -> float:
+        return self.model.clip_grad_norm_(LARGEST_NORM).item()
+
+    def generated(self) -> Any:
+        """The root's own parameters are unsharded, because the calls inside ``generate`` pass the root's hooks by."""
+        with FSDP.summon_full_params(self.model, writeback=False, recurse=False):
+            return super().generated()
+
+    def gradients(self, expected: Tensors) -> Pairs:
+        if self._configuration.has("flat", "offload"):
+            return {}  # ``summon_full_params`` cannot show them; the parameters after the step can
+        return self._full(lambda param: param.grad, expected, with_grads=True)
+
+    def parameters(self, expected: Tensors) -> Pairs:
+        return self._full(lambda param: param.detach(), expected)
+
+    def _full(self, read: Callable[[Any], torch.Tensor | None], expected: Tensors, **options: bool) -> Pairs:
+        with FSDP.summon_full_params(self.model, writeback=False, **options):
+            tensors = {name: read(param) for name, param in named(self.model).items()}
+            own = {name: tensor.clone() for name, tensor in tensors.items() if tensor is not None}
+        names = expected.keys() | own.keys()
+        zeros = {name: torch.zeros_like(expected[name] if name in expected else own[name]) for name in names}
+        return {name: (own.get(name, zeros[name]), expected.get(name, zeros[name])) for name in names}
