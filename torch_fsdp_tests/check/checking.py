@@ -116,7 +116,9 @@ def _configuration(test: unittest.TestCase) -> str:
 
 
 def _reason(first: RankResult) -> str:
-    """The message of our own exceptions, which are sentences, and what happened otherwise."""
+    """The sentence of our own exceptions; the last line of DCP's, which has the cause; and else what happened."""
+    if first.exception == "CheckpointException":
+        return first.text.rstrip().rpartition("\n")[2]
     return first.message if first.exception in ("Mismatch", "FailsWithoutFSDP") else first.in_one_line()
 
 

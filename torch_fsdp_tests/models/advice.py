@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_fsdp_tests.models.plain import Model, built, loss_of, on_device
+from torch_fsdp_tests.models.plain import Model, Unit, built, loss_of, on_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +39,13 @@ def _names(names: list[str]) -> str:
     return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
 
 
-def _unit_names(model: nn.Module, units: list[nn.Module]) -> dict[int, str]:
+def _unit_names(model: nn.Module, units: list[Unit]) -> dict[int, str]:
     """The unit of each module. The rest belongs to the root."""
     name_of = {id(module): name for name, module in model.named_modules()}
-    return {id(below): name_of.get(id(unit), "") for unit in units for below in unit.modules()}
+    groups = [unit if isinstance(unit, list) else [unit] for unit in units]
+    return {
+        id(below): name_of.get(id(group[0]), "") for group in groups for module in group for below in module.modules()
+    }
 
 
 def _owners(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module]]]:
@@ -54,7 +57,7 @@ def _owners(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module]]]
     return found
 
 
-def _tied(model: nn.Module, units: list[nn.Module]) -> Iterator[Expected]:
+def _tied(model: nn.Module, units: list[Unit]) -> Iterator[Expected]:
     unit_of = _unit_names(model, units)
     for owners in _owners(model).values():
         if len({unit_of.get(id(module), "") for _, module in owners}) > 1:
@@ -65,7 +68,7 @@ def _tied(model: nn.Module, units: list[nn.Module]) -> Iterator[Expected]:
             )
 
 
-def _scalars(model: nn.Module, units: list[nn.Module]) -> Iterator[Expected]:
+def _scalars(model: nn.Module, units: list[Unit]) -> Iterator[Expected]:
     names = [name for name, param in model.named_parameters() if not param.dim()]
     if names:
         yield Expected(
@@ -76,7 +79,7 @@ def _scalars(model: nn.Module, units: list[nn.Module]) -> Iterator[Expected]:
         )
 
 
-def _unused(model: nn.Module, units: list[nn.Module]) -> Iterator[Expected]:
+def _unused(model: nn.Module, units: list[Unit]) -> Iterator[Expected]:
     names = [name for name, param in model.named_parameters() if param.requires_grad and param.grad is None]
     if names:
         yield Expected(
@@ -86,7 +89,7 @@ def _unused(model: nn.Module, units: list[nn.Module]) -> Iterator[Expected]:
         )
 
 
-def _read_by_others(model: nn.Module, units: list[nn.Module]) -> Iterator[Expected]:
+def _read_by_others(model: nn.Module, units: list[Unit]) -> Iterator[Expected]:
     unit_ids = set(map(id, units))
     names = [
         f"{name}.out_proj"
@@ -101,7 +104,7 @@ def _read_by_others(model: nn.Module, units: list[nn.Module]) -> Iterator[Expect
         )
 
 
-def _mixed_requires_grad(model: nn.Module, units: list[nn.Module]) -> Iterator[Expected]:
+def _mixed_requires_grad(model: nn.Module, units: list[Unit]) -> Iterator[Expected]:
     unit_of = _unit_names(model, units)
     by_unit: dict[str, set[bool]] = collections.defaultdict(set)
     for param, ((_, module), *_) in _owners(model).items():
@@ -115,7 +118,7 @@ def _mixed_requires_grad(model: nn.Module, units: list[nn.Module]) -> Iterator[E
         )
 
 
-def _buffers(model: nn.Module, units: list[nn.Module]) -> Iterator[Expected]:
+def _buffers(model: nn.Module, units: list[Unit]) -> Iterator[Expected]:
     saved = model.state_dict().keys()
     names = [name for name, _ in model.named_buffers() if name not in saved]
     if names:
@@ -126,7 +129,7 @@ def _buffers(model: nn.Module, units: list[nn.Module]) -> Iterator[Expected]:
         )
 
 
-def _dtypes(model: nn.Module, units: list[nn.Module]) -> Iterator[Expected]:
+def _dtypes(model: nn.Module, units: list[Unit]) -> Iterator[Expected]:
     unit_of = _unit_names(model, units)
     by_unit: dict[str, set[torch.dtype]] = collections.defaultdict(set)
     for param, ((_, module), *_) in _owners(model).items():
@@ -140,7 +143,7 @@ def _dtypes(model: nn.Module, units: list[nn.Module]) -> Iterator[Expected]:
         )
 
 
-_LOOKS: tuple[Callable[[nn.Module, list[nn.Module]], Iterator[Any]], ...] = (
+_LOOKS: tuple[Callable[[nn.Module, list[Unit]], Iterator[Any]], ...] = (
     _tied,
     _scalars,
     _unused,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -16,7 +18,7 @@ from torch_fsdp_tests.models.sharded import Pairs
 # because gradients sum over thousands, and far below any effect of a mistake.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 # In bfloat16, the tolerance is this many times the plain model's own distance from higher precision, and at least that
-# of some roundings. Where it would be more than COARSEST, bfloat16 cannot show anything about this model.
+# of some roundings. Where it would be more than COARSEST, as for a bias before a norm, nothing is compared.
 MARGIN, FINEST, COARSEST = 4.0, 2.0**-6, 0.5
 # A tensor whose values are below this fraction of the largest of all tensors is compared on the scale of the fraction.
 LEAST_SCALE = 1e-2
@@ -28,30 +30,45 @@ class Mismatch(AssertionError):
 
 @dataclasses.dataclass(frozen=True)
 class Tolerances:
-    """How far each kind of value may be off, relative to its size."""
+    """How far values may be off, relative to their size: ``numbers``, and tensors by name, or else also ``numbers``."""
 
-    losses: float
-    gradients: float
-    updates: float
+    numbers: float
+    gradients: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    updates: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def are_coarse(self) -> bool:
-        return max(self.losses, self.gradients, self.updates) > COARSEST
+        """Whether most tensors cannot be compared."""
+        return self.numbers > COARSEST or statistics.median([0.0, *self.gradients.values()]) > COARSEST
 
 
 def exact(dtype: torch.dtype) -> Tolerances:
-    return Tolerances(*[TOLERANCES[dtype]] * 3)
+    return Tolerances(TOLERANCES[dtype])
 
 
-def calibrated(low: Step, high: Step, start: Tensors) -> Tolerances:
-    """The tolerances for bfloat16, from a step of the plain model in low and in high precision. A collective."""
-    kinds = (
-        max(map(_off, [*low.losses, low.eval_loss], [*high.losses, high.eval_loss])),
-        _worst(_pairs(low.gradients, high.gradients), high.gradients)[0],
-        _worst(_pairs(updates(low.parameters, start), updates(high.parameters, start)), high.parameters)[0],
+def calibrated(steps: Sequence[tuple[Step, Step]], start: Tensors) -> Tolerances:
+    """The tolerances for bfloat16, from steps of the plain model in low and in high precision. A collective."""
+    by_rank = of_all_ranks([_off_by_kind(low, high, start) for low, high in steps])
+    numbers, gradients, changes = zip(*itertools.chain.from_iterable(by_rank))
+    return Tolerances(max(FINEST, MARGIN * max(numbers)), _by_tensor(gradients), _by_tensor(changes))
+
+
+def _off_by_kind(low: Step, high: Step, start: Tensors) -> tuple[float, dict[str, float], dict[str, float]]:
+    """How far the plain model's numbers, gradients and updates are off in low precision."""
+    pairs = zip([*low.losses, low.eval_loss, low.norm], [*high.losses, high.eval_loss, high.norm], strict=True)
+    changes, right = updates(low.parameters, start), updates(high.parameters, start)
+    return (
+        max(itertools.starmap(_off, pairs)),
+        _distances(_pairs(low.gradients, high.gradients), high.gradients),
+        _distances(_pairs(changes, right), right),
     )
-    largest = map(max, *of_all_ranks(kinds), kinds)
-    return Tolerances(*(max(FINEST, MARGIN * each) for each in largest))
+
+
+def _by_tensor(distances: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The tolerance of each tensor. One may have been rounded well by chance, so it is at least that of half of all."""
+    largest = {name: max(each.get(name, 0.0) for each in distances) for name in set().union(*distances)}
+    least = max(FINEST, MARGIN * statistics.median(largest.values())) if largest else FINEST
+    return {name: max(least, MARGIN * each) for name, each in largest.items()}
 
 
 def updates(parameters: Tensors, start: Tensors) -> Tensors:
@@ -69,28 +86,27 @@ def check_number(what: str, actual: float, expected: float, tolerance: float) ->
         raise Mismatch(f"{what} is {actual:.7g} and should be {expected:.7g}{_factor(actual, expected)}")
 
 
-def check_tensors(what: str, pairs: Pairs, expected: Tensors, tolerance: float) -> None:
+def check_tensors(
+    what: str, pairs: Pairs, expected: Tensors, tolerance: float, own_tolerances: Mapping[str, float]
+) -> None:
     """Raises :class:`Mismatch` that names the tensors that are off by more than the tolerance, the worst first.
 
-    ``pairs`` may have local shards; ``expected`` are the full tensors, whose sizes decide.
+    ``pairs`` may have local shards; ``expected`` are the full tensors, whose sizes decide. Those with an own tolerance
+    above :data:`COARSEST` are not compared.
     """
     for name, (actual, wanted) in pairs.items():
         if actual.shape != wanted.shape:
             raise Mismatch(f"{what} {name} has shape {tuple(actual.shape)} and should have {tuple(wanted.shape)}")
-    off = _distances(pairs, expected)
-    wrong = sorted((name for name, each in off.items() if not each <= tolerance), key=lambda name: -off[name])
+    allowed = {name: own_tolerances.get(name, tolerance) for name in pairs}
+    off = {name: each for name, each in _distances(pairs, expected).items() if allowed[name] <= COARSEST}
+    wrong = sorted((name for name, each in off.items() if not each <= allowed[name]), key=lambda name: -off[name])
     if wrong:
         listed = ", ".join(f"{name} by {off[name]:.2g}" for name in wrong[:3])
-        factor = _factor_of(*pairs[wrong[0]])
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise Mismatch(
-            f"{what}: {len(wrong)} of {len(pairs)} tensors are off by more than {tolerance:.1g} of their size: "
-            f"{listed}{more}{factor}"
+            f"{what}: {len(wrong)} of {len(pairs)} tensors are off by more than {allowed[wrong[0]]:.1g} of their size: "
+            f"{listed}{more}{_factor_of(*pairs[wrong[0]])}"
         )
-
-
-def _worst(pairs: Pairs, expected: Tensors) -> tuple[float, str]:
-    return max(((off, name) for name, off in _distances(pairs, expected).items()), default=(0.0, ""))
 
 
 def _distances(pairs: Pairs, expected: Tensors) -> dict[str, float]:

@@ -6,8 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import itertools
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -19,6 +18,7 @@ from torch_fsdp_tests.fsdp.references import average, of_all_ranks
 from torch_fsdp_tests.models.configurations import Arithmetic, Configuration
 
 Tensors = dict[str, torch.Tensor]
+Unit: TypeAlias = nn.Module | list[nn.Module]
 LARGEST_NORM = 0.05  # of clipped gradients; smaller than nearly all gradients of a new model
 LOW = torch.bfloat16
 
@@ -26,12 +26,12 @@ LOW = torch.bfloat16
 class Model(Protocol):
     """What a user says about a model, see :class:`~torch_fsdp_tests.models.ModelTestCase`."""
 
-    generate: Callable[[nn.Module], Any] | None
+    generate: Any
 
     def build(self) -> nn.Module: ...
     def batch(self, step: int) -> Any: ...
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor: ...
-    def units(self, model: nn.Module) -> list[nn.Module]: ...
+    def units(self, model: nn.Module) -> list[Unit]: ...
     def freeze(self, model: nn.Module) -> None: ...
     def optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer: ...
 
@@ -221,7 +221,12 @@ def generated(case: Model, model: nn.Module) -> Any:
         model.train()
 
 
-def default_units(model: nn.Module) -> list[nn.Module]:
+def single(units: list[Unit]) -> list[nn.Module]:
+    """The units that are one module each."""
+    return [unit for unit in units if isinstance(unit, nn.Module)]
+
+
+def default_units(model: nn.Module) -> list[Unit]:
     """The modules of the classes that ``_no_split_modules`` names, or else the outermost blocks of lists of blocks."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     found = [module for module in model.modules() if type(module).__name__ in names and module is not model]
@@ -232,26 +237,26 @@ def default_units(model: nn.Module) -> list[nn.Module]:
     return [module for module in dict.fromkeys(found) if id(module) not in inner]
 
 
-def recompute(case: Model, model: nn.Module, configuration: Configuration) -> list[nn.Module]:
+def recompute(case: Model, model: nn.Module, configuration: Configuration) -> list[Unit]:
     """Apply the configuration's activation checkpointing to a model. Returns its units, which then may be wrappers."""
     units = case.units(model)
     if configuration.has("ownac") and hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     elif configuration.has("ac", "ownac"):
-        wrapping, ids = internals.checkpoint_wrapping, set(map(id, units))
+        wrapping, ids = internals.checkpoint_wrapping, set(map(id, single(units)))
         wrapping.apply_activation_checkpointing(
             model, checkpoint_wrapper_fn=wrapping.checkpoint_wrapper, check_fn=lambda module: id(module) in ids
         )
         wrappers = [module for module in model.modules() if isinstance(module, wrapping.CheckpointWrapper)]
         wrapper_of = {id(torch.nn.Module.__getattr__(each, "_checkpoint_wrapped_module")): each for each in wrappers}
-        units = [wrapper_of.get(id(unit), unit) for unit in units]
+        units = [wrapper_of.get(id(unit), unit) for unit in units]  # a list of modules is not wrapped
     return units
 
 
 def check_plain(case: Model, configuration: Configuration, batch: Any, dtype: torch.dtype) -> None:
     """Run the plain model under the same options. Raises :class:`FailsWithoutFSDP`."""
     model = built(case, dtype=dtype, is_frozen=configuration.has("frozen"))
-    for unit in recompute(case, model, configuration):
+    for unit in single(recompute(case, model, configuration)):
         if configuration.has("compile"):
             unit.compile(backend="aot_eager")
     with without_fsdp():

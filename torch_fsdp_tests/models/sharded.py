@@ -38,12 +38,14 @@ from torch_fsdp_tests.models.plain import (
     Data,
     Model,
     Tensors,
+    Unit,
     built,
     eval_loss_of,
     generated,
     loss_of,
     optimizer_of,
     recompute,
+    single,
 )
 
 # For each name, what this rank has and what it must have. Both may be local shards.
@@ -62,12 +64,12 @@ class ShardedTraining:
     def __init__(self, case: Model, configuration: Configuration, model: nn.Module) -> None:
         self._case, self._configuration = case, configuration
         units = recompute(case, model, configuration)
-        for unit in units if configuration.has("compile") else ():
+        for unit in single(units) if configuration.has("compile") else ():
             unit.compile(backend="aot_eager")
         self.model: Any = self._sharded(model, [] if configuration.has("root") else units)
         self.optimizer = optimizer_of(case, self.model)
 
-    def _sharded(self, model: nn.Module, units: list[nn.Module]) -> nn.Module:
+    def _sharded(self, model: nn.Module, units: list[Unit]) -> nn.Module:
         raise NotImplementedError
 
     def _reducing(self, is_last: bool) -> contextlib.AbstractContextManager[Any]:
@@ -157,7 +159,7 @@ class ShardedTraining:
 class Fsdp2Training(ShardedTraining):
     """A model on each unit of which ``fully_shard`` was called, and then on the root."""
 
-    def _sharded(self, model: nn.Module, units: list[nn.Module]) -> nn.Module:
+    def _sharded(self, model: nn.Module, units: list[Unit]) -> nn.Module:
         has = self._configuration.has
         pinned = accelerator.current().has("pinned_memory")
         options: dict[str, Any] = {
@@ -209,9 +211,9 @@ class Fsdp1Training(ShardedTraining):
     # The workaround for ``dcp_checkpoint_of_empty_shards_is_not_loaded``, which only tiny parameters show.
     _load_planner = property(lambda self: dcp.DefaultLoadPlanner(flatten_sharded_tensors=False))
 
-    def _sharded(self, model: nn.Module, units: list[nn.Module]) -> nn.Module:
-        has, ids = self._configuration.has, set(map(id, units))
-        low = MixedPrecision(param_dtype=LOW, reduce_dtype=torch.float32) if has("bf16") else None
+    def _sharded(self, model: nn.Module, units: list[Unit]) -> nn.Module:
+        has, ids = self._configuration.has, set(map(id, single(units)))
+        low = MixedPrecision(LOW, torch.float32, buffer_dtype=LOW) if has("bf16") else None
         return FSDP(
             model,
             auto_wrap_policy=CustomPolicy(lambda module: id(module) in ids),

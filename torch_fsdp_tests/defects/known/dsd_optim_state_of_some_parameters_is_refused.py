@@ -34,6 +34,7 @@ DEFECT = Defect(
     documented="``set_optimizer_state_dict``: 'The counterpart of ``get_optimizer_state_dict`` to set the state_dict "
     "to the optimizers'.",
     arguable="Since 2.10 the message says that ``strict=False`` loads such a state dict.",
+    fails_with=("AssertionError", "RuntimeError"),
 )
 
 

@@ -1,0 +1,213 @@
+"""Five small models with what real models have, and others of this suite have not. Each docstring lists it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+VOCABULARY, WIDTH, LENGTH = 19, 6, 5
+
+
+def tokens(step: int, *shape: int, least: int = 0, most: int = VOCABULARY) -> torch.Tensor:
+    """Token ids that depend on the number of the step."""
+    return torch.randint(least, most, shape, generator=torch.Generator().manual_seed(step))
+
+
+def numbers(step: int, *shape: int) -> torch.Tensor:
+    """Normal numbers that depend on the number of the step."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(step))
+
+
+class Cache:
+    """Keys and values of the tokens so far. Each block of :class:`Decoder` writes its own, also when recomputed."""
+
+    def __init__(self, length: int = 0) -> None:
+        self.length = length  # tokens that all blocks have
+        self.of_block: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    def write(self, block: int, *new: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Put new keys and values behind those of ``length`` tokens. Returns all of the block."""
+        before = self.of_block.get(block, ())
+        old = [each[:, : self.length] for each in before]
+        self.of_block[block] = tuple(map(lambda *pair: torch.cat(pair, 1), old, new)) if old else new
+        return self.of_block[block]
+
+
+@dataclasses.dataclass
+class DecoderOutput:
+    logits: torch.Tensor
+    cache: Cache
+    loss: torch.Tensor | None = None
+
+
+class DecoderBlock(nn.Module):
+    """Takes keywords only, and a position that all blocks share."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 9), nn.GELU(), nn.Dropout(0.1), nn.Linear(9, WIDTH))
+
+    def forward(
+        self, *, hidden: torch.Tensor, position: tuple[torch.Tensor, torch.Tensor], cache: Cache
+    ) -> torch.Tensor:
+        cos, sin = position
+        query, key, value = self.qkv(self.norm(hidden)).chunk(3, -1)
+        query, key = (each * cos + each.roll(WIDTH // 2, -1) * sin for each in (query, key))
+        key, value = cache.write(self.index, key, value)
+        mask = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool, device=query.device).tril(cache.length)
+        scores = (query @ key.transpose(1, 2)).masked_fill(~mask, -1e4)
+        hidden = hidden + self.out(scores.softmax(-1) @ value)
+        return hidden + self.mlp(hidden)
+
+
+class Decoder(nn.Module):
+    """A language model: keyword inputs, an output in a dataclass, a cache that each block writes, (cos, sin) that all
+    blocks share, non-persistent buffers, a tied embedding, and ``generate``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH, padding_idx=0)
+        self.blocks = nn.ModuleList(DecoderBlock(index) for index in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("frequencies", 0.5 ** torch.arange(float(WIDTH)), persistent=False)
+
+    def forward(
+        self, *, input_ids: torch.Tensor, labels: torch.Tensor | None = None, cache: Cache | None = None
+    ) -> DecoderOutput:
+        cache = Cache() if cache is None else cache
+        hidden = self.embedding(input_ids)
+        at = (cache.length + torch.arange(input_ids.shape[1], device=hidden.device))[:, None] * self.frequencies
+        position = at.cos().to(hidden.dtype), at.sin().to(hidden.dtype)
+        for block in self.blocks:
+            hidden = block(hidden=hidden, position=position, cache=cache)
+        logits = self.head(self.norm(hidden))
+        loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=0)
+        return DecoderOutput(logits, cache, loss)
+
+    def generate(self, *, input_ids: torch.Tensor, count: int) -> torch.Tensor:
+        """Append the most probable tokens, each from the last one and the cache."""
+        output = self(input_ids=input_ids)
+        for _ in range(count):
+            last = output.logits[:, -1:].argmax(-1)
+            input_ids = torch.cat([input_ids, last], 1)
+            output.cache.length = input_ids.shape[1] - 1
+            output = self(input_ids=last, cache=output.cache)
+        return input_ids
+
+
+class SpeechBlock(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = weight_norm(nn.Conv1d(channels, 6, 3, padding=1))
+        self.norm = nn.GroupNorm(2, 6)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.norm(self.conv(x)))
+
+
+class Speech(nn.Module):
+    """A model of sound: BatchNorm, Conv1d under weight norm, GroupNorm, an LSTM; ``norm`` changes the last layer."""
+
+    def __init__(self, norm: Callable[[nn.Linear], nn.Module] = lambda layer: layer) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.blocks = nn.ModuleList([SpeechBlock(2), SpeechBlock(6)])
+        self.rnn = nn.LSTM(6, 5, num_layers=2, batch_first=True)
+        self.head = norm(nn.Linear(5, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        for block in self.blocks:
+            x = block(x)
+        states, _ = self.rnn(x.transpose(1, 2))
+        return self.head(states[:, -1])
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.scale = nn.Parameter(torch.full((1,), 0.3))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        attended, _ = self.attention(x, x, x, key_padding_mask=mask, need_weights=False)
+        return F.normalize(self.norm(x + self.scale * attended).mean(1), dim=-1)
+
+
+class Contrastive(nn.Module):
+    """Two towers: attention whose ``out_proj`` another module reads, and a scale, by default without dimensions."""
+
+    def __init__(self, *shape_of_scale: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, WIDTH)
+        self.patches = nn.Conv2d(3, WIDTH, 2, stride=2)
+        self.towers = nn.ModuleDict({"text": Tower(), "image": Tower()})
+        self.logit_scale = nn.Parameter(torch.ones(shape_of_scale))
+
+    def forward(self, text: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+        of_text = self.towers["text"](self.words(text), text == 0)
+        of_image = self.towers["image"](self.patches(image).flatten(2).transpose(1, 2))
+        return self.logit_scale.exp() * of_text @ of_image.T
+
+
+class Recommender(nn.Module):
+    """Sparse features: EmbeddingBags with ``padding_idx``, activations in place, a list among the inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList([nn.EmbeddingBag(23, 4, mode="sum", padding_idx=0), nn.EmbeddingBag(3, 4)])
+        self.bottom = nn.Sequential(nn.Linear(5, 4), nn.ReLU(inplace=True), nn.LayerNorm(4))
+        self.top = nn.Sequential(nn.Linear(3 + 4, 8), nn.LeakyReLU(inplace=True), nn.Linear(8, 1))
+        self.register_buffer("pairs", torch.triu_indices(3, 3, 1), persistent=False)
+
+    def forward(self, dense: torch.Tensor, sparse: list[torch.Tensor]) -> torch.Tensor:
+        features = [self.bottom(dense), *(table(each) for table, each in zip(self.tables, sparse))]
+        stacked = torch.stack(features, 1)
+        products = (stacked @ stacked.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
+        return self.top(torch.cat([products, stacked[:, 0]], 1)).squeeze(1)
+
+
+class Experts(nn.Module):
+    """Chooses one of its experts by the number of a token, and uses two of the three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        result = torch.zeros_like(hidden)
+        for index in range(2):
+            chosen = ids % 2 == index
+            result[chosen] = self.experts[index](hidden[chosen]).to(hidden.dtype)
+        return hidden + result.tanh()
+
+
+class Mixture(nn.Module):
+    """Layers that a step skips at random (LayerDrop), an expert that no step uses, and an index into a result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Experts() for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        for layer in self.layers:
+            if not self.training or torch.rand(()) > 0.4:
+                hidden = layer(hidden, ids)
+        return self.head(hidden)

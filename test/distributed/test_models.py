@@ -1,0 +1,128 @@
+"""Five models with the parts of real ones, in all configurations."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.models import ModelTestCase
+from torch_fsdp_tests.models.configurations import COMBINED
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from distributed.model_zoo import LENGTH, Contrastive, Decoder, Mixture, Recommender, Speech, numbers, tokens
+
+
+class TestDecoder(ModelTestCase):
+    """The tied embedding is the first of a group of three modules."""
+
+    def build(self) -> nn.Module:
+        return Decoder()
+
+    def batch(self, step: int) -> dict[str, torch.Tensor]:
+        ids = tokens(step, 3, LENGTH + 1)
+        return {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model(**batch).loss
+
+    def units(self, model: Any) -> list[Any]:
+        return [*model.blocks, [model.embedding, model.norm, model.head]]
+
+    def generate(self, model: Any) -> torch.Tensor:
+        return model.generate(input_ids=tokens(0, 2, 3).to(self.device), count=3)
+
+
+class TestSpeech(ModelTestCase):
+    """Buffers of BatchNorm stay in float32 in FSDP2, which has no dtype for buffers, and eval mode uses them."""
+
+    configurations = (*COMBINED, "fsdp2_bf16_accumulate_clip")
+    limits = {"fsdp2_bf16_ownac_accumulate_clip_eval": "expected scalar type BFloat16 but found Float"}
+
+    def build(self) -> nn.Module:
+        return Speech()
+
+    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return numbers(step, 6, 2, 7), tokens(step, 6, most=3)
+
+    def loss(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def units(self, model: Any) -> list[Any]:
+        return [*model.blocks, model.rnn]
+
+
+class TestSpectralNorm(TestSpeech):
+    """It has buffers that also stay in float32 in FSDP2."""
+
+    configurations = ("fsdp1_bf16_clip", "fsdp2_bf16", "fsdp2_ac_clip_dcp")
+    limits = {"fsdp2_bf16": "expected scalar type BFloat16 but found Float"}
+
+    def build(self) -> nn.Module:
+        return Speech(spectral_norm)
+
+
+class TestContrastive(ModelTestCase):
+    def build(self) -> nn.Module:
+        return Contrastive(1)
+
+    def batch(self, step: int) -> dict[str, torch.Tensor]:
+        return {"text": tokens(step, 4, LENGTH, least=1), "image": numbers(step, 4, 3, 4, 4)}
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits = model(**batch)
+        labels = torch.arange(len(logits), device=logits.device)
+        return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+    def units(self, model: Any) -> list[Any]:
+        return [*model.towers.values()]
+
+
+class TestScalarParameter(TestContrastive):
+    configurations = ("fsdp1", "fsdp2")
+    limits = dict.fromkeys(configurations, "doesn't support scalar parameters. Change logit_scale to a 1D tensor")
+
+    def build(self) -> nn.Module:
+        return Contrastive()
+
+
+class TestRecommender(ModelTestCase):
+    def build(self) -> nn.Module:
+        return Recommender()
+
+    def batch(self, step: int) -> dict[str, Any]:
+        sparse = [tokens(step, 4, 3, most=23), tokens(step, 4, 2, most=3)]
+        return {"dense": numbers(step, 4, 5), "sparse": sparse, "clicked": tokens(step, 4, most=2).float()}
+
+    def loss(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        logits = model(batch["dense"], batch["sparse"])
+        return F.binary_cross_entropy_with_logits(logits, batch["clicked"].to(logits.dtype))
+
+    def units(self, model: Any) -> list[Any]:
+        return [*model.tables, model.top]
+
+
+class TestMixture(ModelTestCase):
+    """An optimizer has no state for an unused expert, and does not load what it saved."""
+
+    known_defects = {"fsdp2_keep_accumulate_eval_dsd": ["dsd_optim_state_of_some_parameters_is_refused"]}
+    limits = {"fsdp2_ac_nosync_clip_dcp": "Missing key in checkpoint state_dict: optimizer.state"}
+
+    def build(self) -> nn.Module:
+        return Mixture()
+
+    def batch(self, step: int) -> torch.Tensor:
+        return tokens(step, 3, LENGTH + 1)
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+if __name__ == "__main__":
+    run_tests()
