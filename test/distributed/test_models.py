@@ -13,7 +13,6 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.models import ModelTestCase
-from torch_fsdp_tests.models.configurations import COMBINED
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from distributed.model_zoo import LENGTH, Contrastive, Decoder, Mixture, Recommender, Speech, numbers, tokens
@@ -40,9 +39,8 @@ class TestDecoder(ModelTestCase):
 
 
 class TestSpeech(ModelTestCase):
-    """Buffers of BatchNorm stay in float32 in FSDP2, which has no dtype for buffers, and eval mode uses them."""
+    """Buffers of BatchNorm stay in float32 in FSDP2, which has no dtype for buffers."""
 
-    configurations = (*COMBINED, "fsdp2_bf16_accumulate_clip")
     limits = {"fsdp2_bf16_ownac_accumulate_clip_eval": "expected scalar type BFloat16 but found Float"}
 
     def build(self) -> nn.Module:

@@ -427,6 +427,7 @@ class TestVariables(TestCase):
             "BEHAVIOUR",
             "OPERATORS",
             "SOURCES",
+            "MODEL_CHECKPOINTS",
         }
         known = {each.name for each in settings.VARIABLES}
         self.assertEqual(actual - known, {f"TORCH_FSDP_TESTS_{name}" for name in between_processes})

@@ -34,7 +34,7 @@ def table(findings: Sequence[Finding]) -> str:
     letters = {(finding.configuration, finding.model): finding.kind.value for finding in findings}
     width = max(map(len, rows), default=0)
     heads = [f"{'':{width}} {'| ' * index}{model}" for index, model in enumerate(models)]
-    lines = [f"{row:{width}} {' '.join(letters.get((row, model), ' ') for model in models)}" for row in rows]
+    lines = [f"{row:{width}} {' '.join(letters.get((row, model), ' ') for model in models)}".rstrip() for row in rows]
     used = [kind for kind in Kind if any(finding.kind is kind for finding in findings)]
     return "\n".join([*heads, *lines, ", ".join(f"{kind.value} {WORDS[kind]}" for kind in used)])
 

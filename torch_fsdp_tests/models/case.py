@@ -46,7 +46,7 @@ class ModelTestCase(FSDPTestContinuous):
     options are tried one by one, and the message names those that fail alone.
 
     ``known_defects`` has the ids of registered defects of torch by configuration, and ``limits`` a regular expression
-    for the error with which torch rejects a configuration. Both are then expected. Raises ``ValueError`` when the class
+    for the error that torch raises in a configuration. Both are then expected. Raises ``ValueError`` when the class
     is made, for a configuration that does not exist.
     """
 

@@ -42,7 +42,7 @@ COMBINED = (
     "fsdp1_bf16_ownac_clip_eval",
 )
 # On request, because compiling takes long.
-COMPILED = ("fsdp2_compile_nosync_clip_eval", "fsdp1_compile_keep_eval")
+COMPILED = ("fsdp2_compile_nosync_clip_eval", "fsdp1_keep_compile_eval")
 
 
 class UnknownConfiguration(ValueError):

@@ -1,0 +1,210 @@
+"""``python -m torch_fsdp_tests.check`` and ``ModelTestCase`` find mistakes, and name them."""
+
+import functools
+import json
+import subprocess
+import sys
+
+import torch
+from runs import COMMAND_LIMIT, INPUTS, outputs
+
+from torch_fsdp_tests.check import report
+from torch_fsdp_tests.check.__main__ import main
+from torch_fsdp_tests.check.checking import Finding, Kind
+from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.models import ModelTestCase, comparing, configurations
+from torch_fsdp_tests.models.advice import advice
+from torch_fsdp_tests.models.configurations import Arithmetic, Configuration
+
+FILE = INPUTS / "models_to_check.py"
+sys.path.insert(0, str(INPUTS))
+
+
+@functools.cache
+def checked() -> tuple[int, dict[str, dict]]:
+    """The exit status of a check of several models in three configurations, and its report by model."""
+    names = ("AveragesWrongly", "LosesMoments", "RecomputesDifferently", "tied")
+    models = [f"{FILE}:{name}" for name in names]
+    command = [sys.executable, "-m", "torch_fsdp_tests.check", *models, "--only", "fsdp2_clip,fsdp2_ac,fsdp2_dsd"]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=COMMAND_LIMIT)
+    return done.returncode, {model.partition(":")[2]: its for model, its in json.loads(done.stdout)["models"].items()}
+
+
+def outcomes(model: str) -> dict[str, str]:
+    return {name: its["outcome"] for name, its in checked()[1][model]["configurations"].items()}
+
+
+class TestFindings(TestCase):
+    """Without it, a check could pass whatever FSDP does."""
+
+    def test_exit_status(self):
+        self.assertEqual(checked()[0], 1)
+
+    def test_wrong_average(self):
+        self.assertEqual(
+            outcomes("AveragesWrongly"), dict.fromkeys(("fsdp2_ac", "fsdp2_clip", "fsdp2_dsd"), "mismatch")
+        )
+        its = checked()[1]["AveragesWrongly"]["configurations"]["fsdp2_clip"]
+        self.assertRegex(its["reason"], r"the gradients of step 1: 4 of 4 tensors are off .* \(2 times\)")
+        self.assertEqual(its["alone"], "fsdp2 fails without any option")
+        self.assertTrue(its["repeat"].endswith("models_to_check.py:AveragesWrongly --only fsdp2_clip"), its["repeat"])
+
+    def test_moments_that_are_not_loaded(self):
+        expected = {"fsdp2_ac": "passed", "fsdp2_clip": "passed", "fsdp2_dsd": "mismatch"}
+        self.assertEqual(outcomes("LosesMoments"), expected)
+        its = checked()[1]["LosesMoments"]["configurations"]["fsdp2_dsd"]
+        self.assertIn("what training has changed after step 3", its["reason"])
+        self.assertEqual(its["alone"], "fsdp2 passes without these options")
+
+    def test_failure_without_fsdp(self):
+        self.assertEqual(outcomes("RecomputesDifferently")["fsdp2_ac"], "fails_without_fsdp")
+
+    def test_tied_parameter(self):
+        its = checked()[1]["tied"]
+        self.assertEqual(len(its["warnings"]), 1)
+        self.assertRegex(its["warnings"][0], "0.weight, 2.weight are one parameter in two units")
+        self.assertNotEqual(outcomes("tied")["fsdp2_clip"], "passed")
+
+
+class TestArguments(TestCase):
+    """Without it, a wrong argument could end in a traceback."""
+
+    def test_rejections(self):
+        for name, words in (
+            ("model_alone", "returned a model alone: return (model, batch, loss)"),
+            ("without_functions", "returned a Tensor for batch(step): return (model, batch, loss)"),
+            ("raises", "raised KeyError: 'no such size'"),
+            ("does_not_run", "the plain model does not run: RuntimeError: mat1 and mat2"),
+            ("NUMBER", "is a int: name a subclass of ModelTestCase"),
+            ("Heathy", "has no Heathy; did you mean Healthy?"),
+        ):
+            with self.subTest(name):
+                self._check_rejected(f"{FILE}:{name}", says=words)
+        self._check_rejected("no_such_module:f", says="there is no module no_such_module")
+        self._check_rejected("no_such_file.py:f", says="there is no file no_such_file.py")
+        self._check_rejected("mymodule", says="does not have the form MODULE:NAME")
+        self._check_rejected(f"{FILE}:tied", "--only", "fsdp2_clipp", says="did you mean 'clip'?")
+
+    def _check_rejected(self, *arguments: str, says: str) -> None:
+        status, out, err = outputs(main, *arguments)
+        self.assertEqual((status, out, len(err.splitlines())), (2, "", 1), err)
+        self.assertIn(says, err)
+
+    def test_help_has_an_example(self):
+        _, out, _ = outputs(main, "--help")
+        self.assertIn("python -m torch_fsdp_tests.check mymodule:factory", out)
+        self.assertIn("activation checkpointing of each unit", out)
+
+
+class TestReport(TestCase):
+    """Without it, the table could show another result than the one that was found."""
+
+    findings = (
+        Finding("m:a", "fsdp2_clip", Kind.PASSED, 1.0),
+        Finding("m:a", "fsdp1", Kind.SKIPPED, 0.0, "no room"),
+        Finding("m:b", "fsdp2_clip", Kind.MISMATCH, 2.0, "the loss of step 1 is 2", "text", "fsdp2_clip"),
+    )
+
+    def test_table_and_failures(self):
+        self.assertExpectedInline(
+            report.text(self.findings, {"m:a": [], "m:b": ["a warning"]}),
+            """\
+expected for m:b: a warning
+
+           m:a
+           | m:b
+fsdp1      -
+fsdp2_clip . M
+. equals the plain model, - skipped, M differs from the plain model
+
+M m:b fsdp2_clip: the loss of step 1 is 2
+    fsdp2_clip
+    repeat: python -m torch_fsdp_tests.check m:b --only fsdp2_clip
+
+3 configurations, 1 failed, 1 skipped, in 3 s""",
+        )
+
+    def test_known_defect_of_an_error(self):
+        text = "RuntimeError: Missing optimizer state for parameter 'a.weight' in checkpoint."
+        finding = Finding("m:a", "fsdp2_dsd", Kind.RAISED, 0.0, "", text)
+        ids = [defect.id for defect in report.explaining(finding)]
+        self.assertIn("dsd_optim_state_of_some_parameters_is_refused", ids)
+
+
+class TestConfigurations(TestCase):
+    """Without it, a name could mean another configuration than it says."""
+
+    def test_names(self):
+        for name in (*configurations.COMBINED, *configurations.COMPILED):
+            self.assertEqual(Configuration.parse(name).name, name)
+        self.assertEqual(Configuration.parse("fsdp2_eval_ac").name, "fsdp2_ac_eval")
+
+    def test_every_option_is_combined(self):
+        combined = {option for name in configurations.COMBINED for option in Configuration.parse(name).options}
+        others = {"root", "autocast", "compile"}
+        self.assertEqual(combined | others, {*configurations.OPTIONS})
+
+    def test_arithmetic(self):
+        expected = Arithmetic(microbatches=2, clips=True, is_frozen=True, low="bf16")
+        self.assertEqual(Configuration.parse("fsdp1_bf16_frozen_nosync_clip").arithmetic, expected)
+        self.assertEqual(Configuration.parse("fsdp2_hsdp_ac_eval").arithmetic, Arithmetic())
+
+    def test_resumed_in_another_layout(self):
+        layouts = {name: Configuration.parse(name).resumed().name for name in ("fsdp1_flat_clip_dcp", "fsdp2_keep_dsd")}
+        self.assertEqual(layouts, {"fsdp1_flat_clip_dcp": "fsdp2_clip_dcp", "fsdp2_keep_dsd": "fsdp2_root_keep_dsd"})
+
+
+class TestTolerances(TestCase):
+    """Without it, a difference could be within a tolerance that is too wide."""
+
+    def test_a_tensor_is_compared_on_the_scale_of_all(self):
+        expected = {"large": torch.tensor([1.0, 2.0]), "small": torch.tensor([1e-3])}
+        pairs = {
+            "large": (torch.tensor([1.0, 2.1]), expected["large"]),
+            "small": (torch.tensor([2e-3]), expected["small"]),
+        }
+        with self.assertRaisesRegex(
+            comparing.Mismatch, "2 of 2 tensors .* by more than 0.01 .* small by 0.05, large by 0.05"
+        ):
+            comparing.check_tensors("values", pairs, expected, 0.01, {})
+        comparing.check_tensors("values", pairs, expected, 0.06, {})
+
+    def test_a_number_that_is_not_finite_differs(self):
+        with self.assertRaises(comparing.Mismatch):
+            comparing.check_number("the loss", float("nan"), 1.0, 0.1)
+
+
+class TestAdvice(TestCase):
+    """Without it, an expected failure would be found only by running it."""
+
+    def test_each_kind(self):
+        class Strange(ModelTestCase):
+            configurations = ()
+
+            def build(self) -> torch.nn.Module:
+                model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.MultiheadAttention(4, 2))
+                model.register_parameter("scale", torch.nn.Parameter(torch.tensor(1.0)))
+                model.register_buffer("table", torch.ones(2), persistent=False)
+                return model
+
+            def batch(self, step: int) -> torch.Tensor:
+                return torch.ones(2, 4)
+
+            def loss(self, model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+                first, attention = model.children()
+                return attention(*[first(batch)] * 3)[0].sum() + 0 * model.scale
+
+            def units(self, model: torch.nn.Module) -> list:
+                return [model[1].out_proj]  # type: ignore[index]
+
+        found = "\n".join(map(str, advice(Strange())))
+        for words in (
+            "scale has no dimension",
+            "1.out_proj is a unit, but nn.MultiheadAttention",
+            "table is not in the",
+        ):
+            self.assertIn(words, found)
+
+
+if __name__ == "__main__":
+    run_tests()

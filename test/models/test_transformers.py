@@ -1,0 +1,166 @@
+"""Tiny models of transformers, and LoRA by peft, without downloads. ``pip install -e ".[models]"`` has the packages."""
+
+from __future__ import annotations
+
+import importlib
+import unittest
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.models import ModelTestCase
+
+try:
+    transformers: Any = importlib.import_module("transformers")
+    peft: Any = importlib.import_module("peft")
+except ModuleNotFoundError as error:
+    raise unittest.SkipTest(f'needs the package {error.name}: pip install -e ".[models]"') from None
+
+VOCABULARY = 32
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+TEXT = {**SIZES, "vocab_size": VOCABULARY, "max_position_embeddings": 32}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+GROUPED = {**TEXT, **SPECIAL, "num_key_value_heads": 1}
+IMAGE = {**SIZES, "image_size": 8, "patch_size": 4}
+
+
+def tokens(step: int, *shape: int, least: int = 3, most: int = VOCABULARY) -> torch.Tensor:
+    """Ids without the special ones, unless ``least`` says so."""
+    return torch.randint(least, most, shape, generator=torch.Generator().manual_seed(step))
+
+
+def numbers(step: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(step))
+
+
+class TransformersTestCase(ModelTestCase):
+    """A model by the name of its class and the settings of its configuration. By default it is a language model."""
+
+    configurations = ()
+    model_class = ""
+    config: Mapping[str, Any] = {}
+
+    def build(self) -> nn.Module:
+        cls = getattr(transformers, self.model_class)
+        return cls(cls.config_class(**self.config))
+
+    def batch(self, step: int) -> dict[str, torch.Tensor]:
+        ids = tokens(step, 2, 7)
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model(**batch).loss
+
+
+COMBINED = ModelTestCase.configurations
+
+
+class GeneratingTestCase(TransformersTestCase):
+    def generate(self, model: Any) -> torch.Tensor:
+        ids = tokens(0, 2, 4).to(self.device)
+        options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "eos_token_id": None}
+        return model.generate(input_ids=ids, max_new_tokens=3, do_sample=False, **options)
+
+
+class TestLlama(GeneratingTestCase):
+    configurations = COMBINED
+    model_class = "LlamaForCausalLM"
+    config = {**GROUPED, "tie_word_embeddings": False}
+
+
+class TestQwen3(GeneratingTestCase):
+    """Its embedding is tied, and stays with the head in the root."""
+
+    configurations = COMBINED
+    model_class = "Qwen3ForCausalLM"
+    config = {**GROUPED, "tie_word_embeddings": True, "head_dim": 8}
+
+
+class TestGemma2(GeneratingTestCase):
+    configurations = COMBINED
+    model_class = "Gemma2ForCausalLM"
+    config = {**GROUPED, "head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8}
+
+
+class TestGPT2(GeneratingTestCase):
+    configurations = COMBINED
+    model_class = "GPT2LMHeadModel"
+    config = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, **SPECIAL}
+
+
+class TestMixtral(GeneratingTestCase):
+    configurations = COMBINED
+    model_class = "MixtralForCausalLM"
+    config = {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+
+
+class TestBert(TransformersTestCase):
+    """``_no_split_modules`` also names its embeddings, which share a weight with the head."""
+
+    configurations = COMBINED
+    model_class = "BertForMaskedLM"
+    config = {**TEXT, "pad_token_id": 0}
+
+    def units(self, model: Any) -> list[Any]:
+        return [*model.bert.encoder.layer]
+
+
+class TestT5(TransformersTestCase):
+    configurations = COMBINED
+    model_class = "T5ForConditionalGeneration"
+    config = {"vocab_size": VOCABULARY, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2} | {
+        "decoder_start_token_id": 0
+    }
+
+
+class TestViT(TransformersTestCase):
+    configurations = COMBINED
+    model_class = "ViTForImageClassification"
+    config = {**IMAGE, "num_labels": 5}
+
+    def batch(self, step: int) -> dict[str, torch.Tensor]:
+        return {"pixel_values": numbers(step, 3, 3, 8, 8), "labels": tokens(step, 3, least=0, most=5)}
+
+
+class TestCLIP(TransformersTestCase):
+    """FSDP rejects its scalar parameter, so it becomes a vector of one element."""
+
+    configurations = COMBINED
+    model_class = "CLIPModel"
+    config = {"text_config": {**TEXT, **SPECIAL, "projection_dim": 8}, "projection_dim": 8} | {
+        "vision_config": {**IMAGE, "projection_dim": 8}
+    }
+
+    def build(self) -> nn.Module:
+        model: Any = super().build()
+        model.logit_scale = nn.Parameter(model.logit_scale.detach().reshape(1))
+        return model
+
+    def batch(self, step: int) -> dict[str, Any]:
+        ids = tokens(step, 3, 7)
+        ids[:, -1] = 2
+        return {"input_ids": ids, "pixel_values": numbers(step, 3, 3, 8, 8), "return_loss": True}
+
+
+class TestLoRA(TestLlama):
+    """Adapters inside frozen layers."""
+
+    def build(self) -> nn.Module:
+        adapters = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        return peft.get_peft_model(super().build(), adapters)
+
+    def units(self, model: Any) -> list[Any]:
+        return [*model.base_model.model.model.layers]
+
+    def freeze(self, model: nn.Module) -> None:
+        """All but the adapters is frozen already."""
+
+
+del ModelTestCase, TransformersTestCase, GeneratingTestCase  # without a model, they are no tests
+
+
+if __name__ == "__main__":
+    run_tests()
