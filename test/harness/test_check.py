@@ -195,7 +195,7 @@ class TestAdvice(TestCase):
                 return attention(*[first(batch)] * 3)[0].sum() + 0 * model.scale
 
             def units(self, model: torch.nn.Module) -> list:
-                return [model[1].out_proj]  # type: ignore[index]
+                return [model[1].out_proj]
 
         found = "\n".join(map(str, advice(Strange())))
         for words in (

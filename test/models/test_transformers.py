@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import unittest
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ def numbers(step: int, *shape: int) -> torch.Tensor:
 class TransformersTestCase(ModelTestCase):
     """A model by the name of its class and the settings of its configuration. By default it is a language model."""
 
-    configurations = ()
+    configurations: Sequence[str] = ()
     model_class = ""
     config: Mapping[str, Any] = {}
 
@@ -157,9 +157,6 @@ class TestLoRA(TestLlama):
 
     def freeze(self, model: nn.Module) -> None:
         """All but the adapters is frozen already."""
-
-
-del ModelTestCase, TransformersTestCase, GeneratingTestCase  # without a model, they are no tests
 
 
 if __name__ == "__main__":

@@ -336,7 +336,7 @@ class _Check:
     ) -> None:
         self._training, self._reference = training, reference
         self._tolerances, self._configuration = tolerances, configuration
-        self._data = reference.data.in_dtype(dtype)
+        self._data, self._dtype = reference.data.in_dtype(dtype), dtype
         self._start = training.parameters(reference.start)
 
     def step(self, number: int) -> None:
@@ -360,8 +360,8 @@ class _Check:
         """Raises :class:`.comparing.Mismatch`."""
         pairs = comparing.moved(self._training.parameters(expected), self._start)
         changes = comparing.updates(expected, self._reference.start)
-        off = self._tolerances
-        check_tensors(f"what training has changed {when}", pairs, changes, off.numbers, off.updates)
+        own = comparing.of_updates(self._tolerances, expected, changes, self._dtype)
+        check_tensors(f"what training has changed {when}", pairs, changes, self._tolerances.numbers, own)
 
     def buffers(self, number: int) -> None:
         if self._configuration.arithmetic.low:

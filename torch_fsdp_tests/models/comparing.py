@@ -20,6 +20,7 @@ TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 # In bfloat16, the tolerance is this many times the plain model's own distance from higher precision, and at least that
 # of some roundings. Where it would be more than COARSEST, as for a bias before a norm, nothing is compared.
 MARGIN, FINEST, COARSEST = 4.0, 2.0**-6, 0.5
+ROUNDINGS = 4  # of a parameter, which each step rounds
 # A tensor whose values are below this fraction of the largest of all tensors is compared on the scale of the fraction.
 LEAST_SCALE = 1e-2
 
@@ -109,14 +110,32 @@ def check_tensors(
         )
 
 
+def of_updates(tolerances: Tolerances, parameters: Tensors, changes: Tensors, dtype: torch.dtype) -> dict[str, float]:
+    """The tolerances of updates, which are at least the rounding of the parameters in ``dtype``."""
+    sizes, epsilon = _sizes(changes), ROUNDINGS * torch.finfo(dtype).eps
+    return {
+        name: max(
+            tolerances.updates.get(name, tolerances.numbers), min(COARSEST, epsilon * _largest(tensor) / sizes[name])
+        )
+        for name, tensor in parameters.items()
+    }
+
+
 def _distances(pairs: Pairs, expected: Tensors) -> dict[str, float]:
     """For each name, the largest difference relative to the largest value."""
-    size_of = {name: _largest(tensor) for name, tensor in expected.items()}
-    least = LEAST_SCALE * max(size_of.values(), default=0.0)
+    sizes = _sizes(expected)
+    least = min(sizes.values(), default=1.0)  # for a tensor that only the sharded model has
     return {
-        name: _largest(actual.double() - wanted.double()) / max(size_of.get(name, 0.0), least, 1e-30)
+        name: _largest(actual.double() - wanted.double()) / sizes.get(name, least)
         for name, (actual, wanted) in pairs.items()
     }
+
+
+def _sizes(tensors: Tensors) -> dict[str, float]:
+    """The scale of each tensor: its largest value, but at least :data:`LEAST_SCALE` of the largest of all."""
+    largest = {name: _largest(tensor) for name, tensor in tensors.items()}
+    least = max(LEAST_SCALE * max(largest.values(), default=0.0), 1e-30)
+    return {name: max(each, least) for name, each in largest.items()}
 
 
 def _largest(tensor: torch.Tensor) -> float:
