@@ -16,7 +16,7 @@ from torch_fsdp_tests.dispatch.options import Parser
 from torch_fsdp_tests.models import ModelTestCase
 from torch_fsdp_tests.models.advice import advice
 from torch_fsdp_tests.models.configurations import COMBINED, COMPILED, OPTIONS, Configuration, UnknownConfiguration
-from torch_fsdp_tests.processes import host
+from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.verdict import in_one_line
 
 EPILOG = f"""\
@@ -59,8 +59,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-    host.exit_if_unsupported()
-    host.exit_on_signals()
+    system.exit_if_unsupported()
+    system.exit_on_signals()
     options = parse(argv)
     try:
         device = accelerator.current()
@@ -106,4 +106,4 @@ def _show(is_quiet: bool) -> Callable[[Finding], None]:
 
 
 if __name__ == "__main__":
-    host.run_command("torch_fsdp_tests.check", main)
+    system.run_command("torch_fsdp_tests.check", main)

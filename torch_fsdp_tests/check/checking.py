@@ -101,7 +101,7 @@ class _Result(unittest.TestResult):
     def _add_bad(self, test: unittest.TestCase, error: BaseException) -> None:
         verdict = getattr(error, "verdict", None) or Verdict(State.ERROR, in_one_line(error))
         first = next(iter(by_cause(verdict.ranks)), None)
-        kind = Kind.RAISED if first is None else _kind(verdict.state, first)
+        kind = Kind.RAISED if first is None else _kind(verdict.outcome, first)
         reason = verdict.reason if first is None else _reason(first)
         self._add(test, kind, reason, str(error), getattr(error, "alone", ""))
 

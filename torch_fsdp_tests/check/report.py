@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from torch_fsdp_tests.check.checking import WORDS, Finding, Kind
-from torch_fsdp_tests.defects import find
+from torch_fsdp_tests.defects.command import find
 from torch_fsdp_tests.defects.registry import NO_WORKAROUND, Answer, Defect
 from torch_fsdp_tests.dispatch.listing import plural
 

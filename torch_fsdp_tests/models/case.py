@@ -146,7 +146,7 @@ class ModelTestCase(FSDPTestContinuous):
         try:
             self._run_in_phases(configuration, "test")
         except (RanksFailed, RanksErred) as error:
-            if limit is not None and re.search(limit, error.verdict.text):
+            if limit is not None and re.search(limit, error.verdict.in_full):
                 return
             if configuration.name in self.known_defects:
                 raise
@@ -170,11 +170,11 @@ class ModelTestCase(FSDPTestContinuous):
     def _explained(self, error: RanksFailed | RanksErred, configuration: Configuration) -> Exception:
         """The error, with the options that fail alone. A hang is not repeated."""
         verdict = error.verdict
-        if verdict.state is State.TIMED_OUT or not configuration.options:
+        if verdict.outcome is State.TIMED_OUT or not configuration.options:
             return error
         words = self._in_words(configuration)
         explained = type(error)(dataclasses.replace(verdict, reason=f"{verdict.reason} ({words})"))
-        explained.args = (f"{verdict.text}\n{words}",)
+        explained.args = (f"{verdict.in_full}\n{words}",)
         explained.alone = words  # type: ignore[union-attr]
         return explained
 
