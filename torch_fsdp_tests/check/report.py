@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from torch_fsdp_tests.check.checking import WORDS, Finding, Kind
+from torch_fsdp_tests.defects import limits
 from torch_fsdp_tests.defects.command import find
 from torch_fsdp_tests.defects.registry import NO_WORKAROUND, Answer, Defect
-from torch_fsdp_tests.dispatch.listing import plural
+from torch_fsdp_tests.verdict import plural
 
 PROGRAM = "python -m torch_fsdp_tests.check"
 _MOST = 2  # known defects that are named for one failure
@@ -43,6 +44,9 @@ def _paragraph(finding: Finding) -> Iterator[str]:
     yield f"{finding.kind.value} {finding.model} {finding.configuration}: {finding.reason}"
     if finding.alone:
         yield f"    {finding.alone}"
+    for limit in limits.explaining(finding.text)[:1]:
+        yield f"    limit: {limit.means}"
+        yield f"    what to do: {limit.advice}"
     for defect in explaining(finding):
         yield f"    known: {defect.headline}"
         if defect.workaround != NO_WORKAROUND:
@@ -82,6 +86,7 @@ def as_json(findings: Iterable[Finding], warnings: Mapping[str, Sequence[object]
             "seconds": round(finding.seconds, 3),
             "reason": finding.reason,
             "alone": finding.alone,
+            "limits": [limit.id for limit in limits.explaining(finding.text)[:1]],
             "defects": [defect.id for defect in explaining(finding)],
             "repeat": repeat_command(finding),
             "text": finding.text,
