@@ -21,8 +21,8 @@ from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.shards import local_of
 
-LOCAL = "dcp_local_optim_states_are_saved_by_one_rank"
-DTYPE = "optimizer_loaded_states_get_the_parameters_dtype"
+LOCAL = torch_defect("dcp_local_optim_states_are_saved_by_one_rank")
+DTYPE = torch_defect("optimizer_loaded_states_get_the_parameters_dtype")
 
 
 def on_owner(index: int, grad: Any) -> dict[str, torch.Tensor]:
@@ -32,11 +32,11 @@ def on_owner(index: int, grad: Any) -> dict[str, torch.Tensor]:
 
 
 # The state for the index and the gradient of a parameter, and the defect that a load shows.
-STATES: dict[str, tuple[Callable[[int, Any], dict[str, Any]], str]] = {
-    "of the parameter's kind": (lambda index, grad: {"value": grad.clone()}, ""),
-    "on one rank": (on_owner, ""),
-    "the same on all ranks": (lambda index, grad: {"value": grad.full_tensor()}, ""),
-    "a number": (lambda index, grad: {"value": 3 + index}, ""),
+STATES: dict[str, tuple[Callable[[int, Any], dict[str, Any]], torch_defect]] = {
+    "of the parameter's kind": (lambda index, grad: {"value": grad.clone()}, NO_DEFECT),
+    "on one rank": (on_owner, NO_DEFECT),
+    "the same on all ranks": (lambda index, grad: {"value": grad.full_tensor()}, NO_DEFECT),
+    "a number": (lambda index, grad: {"value": 3 + index}, NO_DEFECT),
     "local shards": (lambda index, grad: {"value": grad.to_local().clone()}, LOCAL),
     "float64": (lambda index, grad: {"value": grad.double() / 3}, DTYPE),
     "bfloat16": (lambda index, grad: {"value": grad.bfloat16()}, DTYPE),
@@ -73,7 +73,7 @@ class TestOptimizerStates(FSDPTest):
         (model, optim), (other, new) = (self._sharded(kind) for _ in range(2))
         (model(torch.ones(1, 4, device=self.device)) * torch.arange(1.0, 5, device=self.device)).sum().backward()
         optim.step()
-        path, defect = os.path.join(self.temp_dir, kind), STATES[kind][1]
+        path = os.path.join(self.temp_dir, kind)
         dcp.save({"optim": get_optimizer_state_dict(model, optim)}, checkpoint_id=path)
         loaded = {"optim": get_optimizer_state_dict(other, new)}
         dcp.load(loaded, checkpoint_id=path)
@@ -82,7 +82,7 @@ class TestOptimizerStates(FSDPTest):
             [{name: local_of(value) for name, value in each.state[param].items()} for param in of.parameters()]
             for each, of in ((new, other), (optim, model))
         )
-        with torch_defect(defect) if defect else NO_DEFECT:
+        with STATES[kind][1]:
             self.assertEqual(actual, expected)
 
 

@@ -40,11 +40,11 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-Whether a tensor has memory is asked of its storage.
+The address of a tensor without memory is the offset of its data.
 tried: 2.13
 
 --- torch/_tensor.py
 @@ Tensor.__deepcopy__
 -                or (type(self) is not Tensor and self.data_ptr() == 0)
-+                or (type(self) is not Tensor and self.untyped_storage().data_ptr() == 0)
++                or (type(self) is not Tensor and self.data_ptr() == self.storage_offset() * self.element_size())
 """

@@ -539,35 +539,35 @@ class TestReductionOverTensorParallelism(FSDPTest):
             self.assertEqual(grad, torch.full_like(grad, 257.0), rtol=0, atol=0)
 
 
-ITEM, NUMBER = "dtensor_item_is_of_one_rank", "dtensor_number_is_added_on_each_rank"
-NORMS = "dtensor_sum_of_column_norms_is_wrong"
+ITEM, NUMBER = torch_defect("dtensor_item_is_of_one_rank"), torch_defect("dtensor_number_is_added_on_each_rank")
+NORMS = torch_defect("dtensor_sum_of_column_norms_is_wrong")
 # What programs compute from a parameter between steps, and the defect that it shows.
-EXPRESSIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
+EXPRESSIONS: dict[str, tuple[Callable[[Any], Any], torch_defect]] = {
     "item of a norm": (lambda w: w.norm().item(), ITEM),
     "item of a mean": (lambda w: w.mean().item(), ITEM),
     "item of a maximum": (lambda w: w.max().item(), ITEM),
     "float of a sum": (lambda w: float(w.sum()), ITEM),
     "int of a count": (lambda w: int((w > 0).sum()), ITEM),
     "bool of a count": (lambda w: str(bool((w > 6).sum())), ITEM),
-    "item of an element": (lambda w: w[-1, 0].item(), ""),
-    "index of the maximum": (lambda w: w.argmax().item(), ""),
+    "item of an element": (lambda w: w[-1, 0].item(), NO_DEFECT),
+    "index of the maximum": (lambda w: w.argmax().item(), NO_DEFECT),
     "sum of stacked norms": (lambda w: torch.stack([w.norm(), w[0].norm()]).sum(), NORMS),
-    "norm of stacked norms": (lambda w: torch.stack([w.norm(), w[0].norm()]).norm(), ""),
+    "norm of stacked norms": (lambda w: torch.stack([w.norm(), w[0].norm()]).norm(), NO_DEFECT),
     "sum of two norms": (lambda w: w.norm() + w.norm(1), NUMBER),
-    "ratio of two norms": (lambda w: w.norm() / w.square().norm(), ""),
-    "parameter over its norm": (lambda w: w / w.norm(), ""),
+    "ratio of two norms": (lambda w: w.norm() / w.square().norm(), NO_DEFECT),
+    "parameter over its norm": (lambda w: w / w.norm(), NO_DEFECT),
     "sum and a number": (lambda w: w.sum() + 10, NUMBER),
     "norm and a number": (lambda w: w.norm() + 1, NUMBER),
     "root of a sum and a number": (lambda w: (w.square().sum() + 1).sqrt(), NUMBER),
     "number and column sums": (lambda w: 1 + w.sum(0), NUMBER),
-    "number minus a sum": (lambda w: 1 - w.sum(), ""),
-    "clamped sum": (lambda w: (-w.sum()).clamp(min=-1), ""),
-    "largest of each row": (lambda w: w.topk(2, dim=1).values, ""),
-    "largest of each column": (lambda w: w.topk(3, dim=0).values, ""),
-    "largest of all": (lambda w: w.flatten().topk(9).values, ""),
-    "ninth of all": (lambda w: w.flatten().kthvalue(9).values, ""),
-    "sorted columns": (lambda w: w.sort(dim=0, descending=True).values, ""),
-    "median": (lambda w: w.square().median(), ""),
+    "number minus a sum": (lambda w: 1 - w.sum(), NO_DEFECT),
+    "clamped sum": (lambda w: (-w.sum()).clamp(min=-1), NO_DEFECT),
+    "largest of each row": (lambda w: w.topk(2, dim=1).values, NO_DEFECT),
+    "largest of each column": (lambda w: w.topk(3, dim=0).values, NO_DEFECT),
+    "largest of all": (lambda w: w.flatten().topk(9).values, NO_DEFECT),
+    "ninth of all": (lambda w: w.flatten().kthvalue(9).values, NO_DEFECT),
+    "sorted columns": (lambda w: w.sort(dim=0, descending=True).values, NO_DEFECT),
+    "median": (lambda w: w.square().median(), NO_DEFECT),
 }
 
 
@@ -578,7 +578,7 @@ class TestOperatorsOnShards(FSDPTest):
     @subtests(expression=list(EXPRESSIONS))
     def test_expressions(self, expression):
         """What programs log, add to a loss or use as a threshold is that of the whole parameter."""
-        compute, defect = EXPRESSIONS[expression]
+        compute, shows = EXPRESSIONS[expression]
         whole = torch.arange(-7.0, 9.0, device=self.device).view(4, 4)
         model = nn.Linear(4, 4, bias=False, device=self.device)
         model.weight.detach().copy_(whole)
@@ -587,7 +587,7 @@ class TestOperatorsOnShards(FSDPTest):
             actual = full(compute(model.weight.detach()))
         except NotImplementedError as error:
             raise unittest.SkipTest(str(error)) from error
-        with torch_defect(defect) if defect else NO_DEFECT:
+        with shows:
             self.assertEqual(actual, compute(whole))
 
     @skip_if_lt_x_gpu(2)

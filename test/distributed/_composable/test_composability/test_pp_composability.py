@@ -151,7 +151,7 @@ class ComposabilityTest(PipelineTest):
         mesh = self._pipelines_and_data()
         wraps = {
             "FSDP": functools.partial(shard_stage, mesh=mesh["data"]),
-            "FSDP resharding": functools.partial(shard_stage, mesh=mesh["data"], reshard_after_forward=True),
+            "FSDP resharding": functools.partial(shard_stage, mesh=mesh["data"], reshard_after_forward=None),
             "replicate": functools.partial(replicate_stage, mesh=mesh["data"]),
             "DDP": functools.partial(DDP, device_mesh=mesh["data"]),
         }
