@@ -27,9 +27,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.defects import torch_defect
-from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
+from torch_fsdp_tests.distributed._tensor.common_dtensor import with_comms
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.distributed.common_state_dict import EXACT
+from torch_fsdp_tests.fsdp.checkpoints import HostBackendMixin
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import of_all_ranks
@@ -255,7 +256,7 @@ class TestFiles(TestCase):
         self.assertEqual(target, values.to(target.dtype), **EXACT)
 
 
-class TestRanks(DTensorTestBase):
+class TestRanks(HostBackendMixin):
     world_size = 4
 
     def _path(self, *names: object) -> str:

@@ -254,7 +254,7 @@ class TestModules(TestMixin):
         """``input_fn`` and ``output_fn`` convert the inputs and the output."""
         mesh = make_mesh(4)
         model = filled(nn.Linear(3, 4)).to(self.device)
-        expected = model(self._numbers(2)).detach()
+        expected = model(self._numbers(2)).detach().cpu()
         distribute_module(
             model,
             mesh,
@@ -262,7 +262,7 @@ class TestModules(TestMixin):
             lambda module, inputs, mesh: DTensor.from_local(inputs[0], mesh, [Replicate()]),
             lambda module, outputs, mesh: outputs.to_local(),
         )
-        self.assertEqual(torch.cat(of_all_ranks(model(self._numbers(2)).detach()), 1), expected)
+        self.assertEqual(torch.cat(of_all_ranks(model(self._numbers(2)).detach().cpu()), 1), expected)
 
 
 if __name__ == "__main__":
