@@ -464,7 +464,7 @@ class TestStatements(TreeCase):
         executed = {(name, "T.t"): Executed({"vendor_fsdp.m.f"}, 0.0, its) for name, its in ran.items()}
         source = Source(path.read_bytes(), "vendor_fsdp.m", True, path=path)
         changed = source.mutants["vendor_fsdp.m:f:arithmetic:1"]
-        for digest, files in ((digest_of(path.read_bytes()), ["b"]), ("other", ["a", "b", "c"])):
+        for digest, files in ((digest_of(path.read_bytes()), ["b"]), ("other", ["b", "a", "c"])):
             known = build("2.0", executed, {"vendor_fsdp.m": Module(digest, {}, {})}, [body, last])
             with self.subTest(digest=digest):
                 tests = Tests(known, dict.fromkeys("abc", ""))
@@ -793,10 +793,10 @@ class TestInterrupted(CommandCase):
                 self.assertEqual(sizes.of_shard(2), 4)
         """
         pids, over = self.root / "pids", self.root / "over"
-        self.write({"test_waits": waits.format(pids=str(pids), over=str(over))})
-        self.map.write_text(make_map({**REACHES, "test_waits::TestWaits.test_waits": ["sizes.of_shard"]}).as_text())
+        self.write({"test_hangs": waits.format(pids=str(pids), over=str(over))})
+        self.map.write_text(make_map({**REACHES, "test_hangs::TestWaits.test_waits": ["sizes.of_shard"]}).as_text())
         ids = ["shard:describe:default:1", "sizes:of_shard:arithmetic:1", "shard:never:exchange:1"]
-        command = [*selected(ids), "-i", "test_waits", "test_shard", "-j", 1]
+        command = [*selected(ids), "-i", "test_hangs", "test_shard", "-j", 1]
         started = self.interrupt(self.start(*command), pids)
         self.assertEqual(self.code, 130, self.err)
         self.assertIn("--resume", self.err)
