@@ -66,6 +66,7 @@ class ShardedTraining:
         units = recompute(case, model, configuration)
         for unit in single(units) if configuration.has("compile") else ():
             unit.compile(backend="aot_eager")
+        self._trains_all = all(param.requires_grad for param in model.parameters())
         self.model: Any = self._sharded(model, [] if configuration.has("root") else units)
         self.optimizer = optimizer_of(case, self.model)
 
@@ -244,8 +245,9 @@ class Fsdp1Training(ShardedTraining):
             return super().generated()
 
     def gradients(self, expected: Tensors) -> Pairs:
-        if self._configuration.has("flat", "offload"):
-            return {}  # ``summon_full_params`` cannot show them; the parameters after the step can
+        # ``summon_full_params`` cannot show them, or hangs if only some ranks have any; the next parameters show them.
+        if self._configuration.has("flat", "offload") or not self._trains_all:
+            return {}
         return self._full(lambda param: param.grad, expected, with_grads=True)
 
     def parameters(self, expected: Tensors) -> Pairs:
