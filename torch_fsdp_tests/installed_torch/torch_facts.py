@@ -195,8 +195,8 @@ KEEPS_GROUPS_UNSHARDED_FOR_RECOMPUTATION = Fact(
     (2, 10),
     "keeps parameters unsharded during recomputation",
     _has(_FSDP2 + "_fsdp_common", "is_bw"),
-    fixes=("fsdp2_recomputation_gathers_again",),
 )
+CASTS_INPUTS_OF_EACH_MODULE = Fact((2, 13), "casts the inputs of each module of fully_shard([a, b])")
 CASTS_EACH_PARAMETER = Fact(
     (2, 15),
     "lets FSDP2's mixed precision policy set the dtype of each parameter",

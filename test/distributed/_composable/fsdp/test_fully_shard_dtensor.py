@@ -336,32 +336,6 @@ class TestFullyShardDTensor(FSDPTest):
             ):
                 fully_shard(self._distributed(self._mlp(), mesh), mesh=other, dp_mesh_dims=mesh_dims(**dims))
 
-    @skip_if_lt_x_gpu(2)
-    def test_second_of_equal_meshes(self):
-        """Parameters on the given mesh are accepted, also if an equal mesh was used before.
-
-        DTensor's cache treats equal meshes as one, but ``fully_shard`` compares meshes by identity.
-        """
-        for mesh in (self.named_mesh, self._new_named_mesh()):
-            model = self._distributed(self._mlp(), mesh)
-            with torch_defect("fsdp2_second_of_equal_meshes_refused", when=mesh is not self.named_mesh):
-                fully_shard(model, mesh=mesh, dp_mesh_dims=mesh_dims(shard="fsdp"))
-                self.assertIs(model.in_proj.weight.device_mesh, mesh)
-
-    @skip_if_lt_x_gpu(4)
-    def test_mesh_after_destroyed_groups(self):
-        """Parameters use the process groups of the given mesh, also if the groups of an equal mesh were destroyed."""
-        for second in (False, True):
-            mesh = make_mesh(2, 2, names=("replicate", "shard"))
-            manual_seed(0)
-            model = nn.Linear(4, 4, device=self.device)
-            expected = model.weight.detach().clone()
-            fully_shard(model, mesh=mesh)
-            with torch_defect("dtensor_new_mesh_uses_destroyed_groups", when=second):
-                self.assertEqual(model.weight.full_tensor(), expected)
-            for group in mesh.get_all_groups():
-                dist.destroy_process_group(group)
-
     @skip_if_lt_x_gpu(1)
     def test_validation_at_least_one_required(self):
         with self.assertRaisesRegex(ValueError, "At least one of shard or replicate"):
@@ -513,7 +487,7 @@ class Scale(nn.Module):
 class TestReductionOverTensorParallelism(FSDPTest):
     world_size = 2
 
-    @functools.cached_property  # because of fsdp2_second_of_equal_meshes_refused
+    @functools.cached_property  # DTensor keeps the first of equal meshes, and ``fully_shard`` rejects the others
     def _mesh_of_tp(self) -> DeviceMesh:
         return make_mesh(1, 2, names=("dp", "tp"))
 

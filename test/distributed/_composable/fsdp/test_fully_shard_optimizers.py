@@ -45,7 +45,8 @@ class TestFullyShard1DTrainingCore(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(
         pairwise=True,
-        valid=lambda optim_cls, ndim, shards: ndim == 2 or optim_cls is not torch.optim.Muon,
+        # Muon orthogonalizes matrices, in DTensors that newer versions of PyTorch do not shard into empty shards.
+        valid=lambda optim_cls, ndim, shards: optim_cls is not torch.optim.Muon or (ndim == 2 and shards != "empty"),
         optim_cls=[
             *(torch.optim.Adam, torch.optim.NAdam, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop),
             *(torch.optim.Adafactor, torch.optim.Muon),
@@ -63,8 +64,6 @@ class TestFullyShard1DTrainingCore(TrainingMixin, FSDPTest):
             shows = torch_defect("optimizer_adafactor_takes_norms_of_shards", when=shards != "empty")
             if ndim == 2:
                 shows = torch_defect("optimizer_adafactor_raises_for_sharded_matrices")
-        elif optim_cls is torch.optim.Muon:
-            shows = torch_defect("dtensor_muon_refuses_fewer_rows_than_ranks", when=shards == "empty")
         with shows:
             self._check_steps(ref_model, model, optim_cls)
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import (
     FSDPTest,
 )
@@ -34,6 +34,7 @@ from torch_fsdp_tests.fsdp.training import (
     shard_each,
     train,
 )
+from torch_fsdp_tests.installed_torch import torch_facts
 
 
 class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
@@ -91,6 +92,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
                 model.zero_grad()
                 ref_model.zero_grad()
 
+    @needs(torch_facts.KEEPS_GROUPS_UNSHARDED_FOR_RECOMPUTATION)
     @skip_if_lt_x_gpu(2)
     @subtests(checkpoints=["none", "inside", "around"], param_dtype=[None, torch.bfloat16])
     def test_autocast(self, checkpoints, param_dtype):
@@ -127,10 +129,8 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
         first, second = (model(self._inputs(2, 4)) for _ in range(2))
         with collectives.recorded() as calls:
             (first - second).sum().backward()
-        with torch_defect("fsdp2_recomputation_gathers_again"):
-            self.assertEqual(
-                calls.counts()["all_gather"], 3
-            )  # the first layer is not resharded between both backwards, because its input needs no gradient
+        # The first layer is not resharded between both backwards, because its input needs no gradient.
+        self.assertEqual(calls.counts()["all_gather"], 3)
 
 
 if __name__ == "__main__":

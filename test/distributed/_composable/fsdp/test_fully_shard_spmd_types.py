@@ -514,13 +514,12 @@ class TestFullyShardSpmdTypes(TrainingMixin, FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_axis_of_one_rank(self):
-        """A mesh dimension of one rank, which has no type because spmd-types omits it, changes nothing."""
+        """A mesh dimension of one rank is rejected: it has no type, because spmd-types omits it."""
         mesh = mesh_of(("dp", "tp"), (4, 1))
         layer = Layer().to(self.device)
         self._annotated(layer, self._types(Case(("dp", "tp"), (4, 1)), mesh))
-        with torch_defect("fsdp2_spmd_axis_of_one_rank_refused"):
+        with self.assertRaises(ValueError):
             fully_shard(layer, mesh=mesh, dp_mesh_dims=mesh_dims(shard="dp"))
-            self.assertEqual(layer.rows.full_tensor(), whole_values()["rows"])
 
 
 if __name__ == "__main__":

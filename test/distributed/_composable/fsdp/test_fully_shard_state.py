@@ -22,9 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTestMultiThread
 from torch_fsdp_tests.common_utils import run_tests
-from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
-from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.training import shard_each
 from torch_fsdp_tests.installed_torch import torch_facts
 from torch_fsdp_tests.perturb import unperturbed
@@ -277,17 +275,6 @@ class TestFullyShardState(FSDPTestMultiThread):
         self.assertIs(internals.fsdp2.cls_to_fsdp_cls[MLP], type(first))
 
     @skip_if_lt_x_gpu(1)
-    def test_refused_root_can_become_a_part(self):
-        """After a forward raised because its root was a group of modules, ``fully_shard`` of the whole model works."""
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(self.device)
-        fully_shard([*model])
-        with self.assertRaisesRegex(RuntimeError, "requires a single root module"):
-            model[0](self._input(4))
-        fully_shard(model)
-        with torch_defect("fsdp2_refused_root_stays_a_root"):
-            model(self._input(4)).sum().backward()
-
-    @skip_if_lt_x_gpu(1)
     def test_slice_is_initialised_once(self):
         """A slice of a wrapped container has the user's class, whose ``__init__`` runs once."""
         model = fully_shard(CountedSequential(nn.Linear(4, 4), nn.Linear(4, 4)))
@@ -331,20 +318,6 @@ class TestFullyShardState(FSDPTestMultiThread):
         self.assertEqual(out, expected, rtol=0, atol=0)
         out.sum().backward()
         self.assertTrue(all(param.grad is not None for param in model.parameters()))
-
-    @needs(torch_facts.HAS_RESET_ITER_STATE)
-    @skip_if_lt_x_gpu(1)
-    @subtests(unshards=[False, True])
-    def test_reset_iter_state_before_first_forward(self, unshards):
-        """``reset_iter_state`` does not raise before the first forward, also if parameters are unsharded."""
-        ref_model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(self.device)
-        model = copy.deepcopy(ref_model)
-        shard_each((*model, model))
-        if unshards:
-            model[0].unshard()
-        with torch_defect("fsdp2_reset_before_first_forward_raises"):
-            model.reset_iter_state()
-        self.assertEqual(model(self._input(4)), ref_model(self._input(4)))
 
 
 if __name__ == "__main__":

@@ -567,17 +567,16 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_optimizer_state_while_gathered(self):
-        """``get_optimizer_state_dict`` gets the same states while parameters are unsharded.
-
-        With the defect it raises a ``KeyError``.
+        """``get_optimizer_state_dict`` does not find unsharded parameters in the optimizer, but ``get_state_dict``
+        reshards.
         """
         run = Run(TYPES["FSDP2"]).train(range(2))
         expected = copy.deepcopy(get_optimizer_state_dict(run.model, run.optim))
         assert isinstance(run.model, FSDPModule)
         run.model.set_reshard_after_forward(False)
         self._evaluate(run.model)
-        with torch_defect("dsd_optimizer_state_while_gathered_raises"):
-            self.assertEqual(get_optimizer_state_dict(run.model, run.optim), expected, rtol=0, atol=0)
+        self.assertRaises(KeyError, get_optimizer_state_dict, run.model, run.optim)
+        self.assertEqual(get_state_dict(run.model, run.optim)[1], expected, rtol=0, atol=0)
 
 
 instantiate_parametrized_tests(TestE2ESaveAndLoad)
