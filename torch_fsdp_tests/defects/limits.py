@@ -1,6 +1,6 @@
-"""Limits of FSDP, and mistakes with it: what torch says, what it means, and what to do. Importing this needs no torch.
+"""Limits of FSDP, and mistakes with it: what torch says, what it means, and what to do. Does not import torch.
 
-A limit is no defect: torch refuses, or documents, what the program does. ``provoke`` does it, so that a self-test
+A limit is no defect: torch rejects, or documents, what the program does. ``provoke`` does it, so that a self-test
 sees the message in every version.
 """
 
