@@ -170,12 +170,13 @@ class TestFind(TestCase):
         self.assertEqual({name: found for name, found in actual.items() if found}, {})
 
     def test_same_message_from_another_function(self):
-        """The error of inference tensors in the user's own code is not that of FSDP2's ``wait_for_unshard``."""
-        text = TRACEBACKS["fsdp2_inference_mode_with_columns_raises"]
-        self.assertEqual(ids(find.fitting(text.replace("wait_for_unshard", "wait_for_unshards"))), [])
+        """An ``IndexError`` of another function, or of the user's own code, is not that of the root's forward."""
+        text = 'Traceback:\n  File "/site-packages/torch/distributed/fsdp/_fully_shard/_fsdp_state.py", line 1, in '
+        text += "_root_pre_forward\nIndexError: tuple index out of range\n"
+        self.assertEqual(ids(find.fitting(text)), ["fsdp2_root_without_inputs_raises"])
+        self.assertEqual(ids(find.fitting(text.replace("_root_pre_forward", "_root_pre_forwards"))), [])
         self.assertEqual(ids(find.fitting(text.replace("/site-packages/torch/", "/home/me/"))), [])
-        message = text.splitlines()[-1]
-        self.assertEqual(ids(find.fitting(f"{message}\n")), ["fsdp2_inference_mode_with_columns_raises"])
+        self.assertEqual(ids(find.fitting(text.splitlines()[-1])), ["fsdp2_root_without_inputs_raises"])
 
     def test_one_message_of_many_defects(self):
         """The traceback does not tell which defect it is, so the worst comes first. Other lines may tell."""

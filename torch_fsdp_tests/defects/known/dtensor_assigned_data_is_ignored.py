@@ -2,7 +2,8 @@
 
 The parameter is a DTensor, which keeps its values in a tensor of its own, ``_local_tensor``. The setter of ``data``
 replaces the storage of the outer tensor, which is empty, and leaves the inner tensor as it is. Nothing raises, not even
-for a DTensor of the same mesh and placements. Averaged, clamped or newly initialized values are lost.
+for a DTensor of the same mesh and placements: new weights are silently ignored, such as averaged, clamped or newly
+initialized ones.
 """
 
 from torch import nn

@@ -1,8 +1,8 @@
 """A number that is added to the sum or norm of an FSDP2 parameter is added once for each rank.
 
-The sum of a sharded parameter is a DTensor that is not reduced yet. DTensor takes a number or a plain tensor as
-replicated, and adds it to the part of each rank, so the later reduction counts it for each rank. A regularizer, or a
-norm with an epsilon, is wrong. Norms that are added or stacked are reduced like a norm of all.
+The sum of a sharded parameter is a partial DTensor, which is not reduced yet. DTensor takes a number or a plain
+tensor as replicated, and adds it to the part of each rank, so the later reduction multiplies it by the world size. A
+regularizer, or a norm with an epsilon, is wrong. Norms that are added or stacked are reduced like a norm of all.
 """
 
 from torch import nn
