@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Hashable
 
-import torch
 from torch import nn
 
+from torch_fsdp_tests.defects.limits import LIMITS
 from torch_fsdp_tests.models.plain import Model, Unit, built, loss_of, on_device
 
 
@@ -22,7 +21,7 @@ class Expected:
     instead: str
 
     def __str__(self) -> str:
-        return f"{self.what}: {self.then}. {self.instead}."
+        return f"{self.what}: {self.then} {self.instead}"
 
 
 def advice(case: Model) -> list[Expected]:
@@ -30,13 +29,20 @@ def advice(case: Model) -> list[Expected]:
     model = built(case)
     units = case.units(model)
     loss_of(case, model, on_device(case.batch(0)), 0).backward()
-    found = [warning for look in _LOOKS for warning in look(model, units)]
+    found = [(look(model, units), what, limit) for look, what, limit in _LOOKS]
     frozen = built(case, is_frozen=True) if len(units) > 1 else model
-    return found + list(_mixed_requires_grad(frozen, case.units(frozen)))
+    mixed = _mixed(frozen, case.units(frozen), lambda param: param.requires_grad)
+    found.append((mixed, "has frozen and trained parameters", "flat_parameter_is_not_uniform"))
+    return [
+        Expected(f"{_names(names)} {what}", LIMITS[limit].means, LIMITS[limit].advice)
+        for names, what, limit in found
+        if names
+    ]
 
 
 def _names(names: list[str]) -> str:
-    return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def _unit_names(model: nn.Module, units: list[Unit]) -> dict[int, str]:
@@ -57,97 +63,50 @@ def _owners(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module]]]
     return found
 
 
-def _tied(model: nn.Module, units: list[Unit]) -> Iterator[Expected]:
+def _tied(model: nn.Module, units: list[Unit]) -> list[str]:
     unit_of = _unit_names(model, units)
-    for owners in _owners(model).values():
-        if len({unit_of.get(id(module), "") for _, module in owners}) > 1:
-            yield Expected(
-                f"{_names([name for name, _ in owners])} are one parameter in two units",
-                "FSDP2 raises or trains one of them only, and FSDP1 unties them without an error",
-                "Leave both modules to the root, or pass them to fully_shard as one list",
-            )
+    apart = [owners for owners in _owners(model).values() if len({unit_of.get(id(own), "") for _, own in owners}) > 1]
+    return [", ".join(name for name, _ in owners) for owners in apart]
 
 
-def _scalars(model: nn.Module, units: list[Unit]) -> Iterator[Expected]:
-    names = [name for name, param in model.named_parameters() if not param.dim()]
-    if names:
-        yield Expected(
-            f"{_names(names)} has no dimension",
-            'fully_shard raises "fully_shard doesn\'t support scalar parameters", and FSDP1 with '
-            "use_orig_params=False changes its shape",
-            "Make it a tensor of one element",
-        )
+def _scalars(model: nn.Module, units: list[Unit]) -> list[str]:
+    return [name for name, param in model.named_parameters() if not param.dim()]
 
 
-def _unused(model: nn.Module, units: list[Unit]) -> Iterator[Expected]:
-    names = [name for name, param in model.named_parameters() if param.requires_grad and param.grad is None]
-    if names:
-        yield Expected(
-            f"{_names(names)} got no gradient",
-            "the optimizer has no state for it, so set_optimizer_state_dict or dcp.load raises for a missing key",
-            "Remove or freeze it, or load with strict=False",
-        )
+def _unused(model: nn.Module, units: list[Unit]) -> list[str]:
+    return [name for name, param in model.named_parameters() if param.requires_grad and param.grad is None]
 
 
-def _read_by_others(model: nn.Module, units: list[Unit]) -> Iterator[Expected]:
+def _read_by_others(model: nn.Module, units: list[Unit]) -> list[str]:
     unit_ids = set(map(id, units))
-    names = [
-        f"{name}.out_proj"
-        for name, module in model.named_modules()
-        if isinstance(module, nn.MultiheadAttention) and id(module.out_proj) in unit_ids
-    ]
-    if names:
-        yield Expected(
-            f"{_names(names)} is a unit, but nn.MultiheadAttention reads its weight without calling it",
-            'the hooks of the unit do not run: "got mixed torch.Tensor and DTensor", or an empty weight',
-            "Shard the attention module instead",
-        )
+    attentions = [pair for pair in model.named_modules() if isinstance(pair[1], nn.MultiheadAttention)]
+    return [f"{name}.out_proj" for name, module in attentions if id(module.out_proj) in unit_ids]
 
 
-def _mixed_requires_grad(model: nn.Module, units: list[Unit]) -> Iterator[Expected]:
-    unit_of = _unit_names(model, units)
-    by_unit: dict[str, set[bool]] = collections.defaultdict(set)
-    for param, ((_, module), *_) in _owners(model).items():
-        by_unit[unit_of.get(id(module), "")].add(param.requires_grad)
-    mixed = [name or "the root" for name, kinds in by_unit.items() if len(kinds) > 1]
-    if mixed:
-        yield Expected(
-            f"{_names(mixed)} has frozen and trained parameters",
-            'FSDP1 with use_orig_params=False raises "Must flatten tensors with uniform `requires_grad`"',
-            "Use use_orig_params=True, or FSDP2",
-        )
-
-
-def _buffers(model: nn.Module, units: list[Unit]) -> Iterator[Expected]:
+def _buffers(model: nn.Module, units: list[Unit]) -> list[str]:
     saved = model.state_dict().keys()
-    names = [name for name, _ in model.named_buffers() if name not in saved]
-    if names:
-        yield Expected(
-            f"{_names(names)} is not in the state dict",
-            "a model that is made on the meta device and loaded has no value for it",
-            "Compute it again after to_empty()",
-        )
+    return [name for name, _ in model.named_buffers() if name not in saved]
 
 
-def _dtypes(model: nn.Module, units: list[Unit]) -> Iterator[Expected]:
+def _dtypes(model: nn.Module, units: list[Unit]) -> list[str]:
+    return _mixed(model, units, lambda param: param.dtype)
+
+
+def _mixed(model: nn.Module, units: list[Unit], kind: Callable[[nn.Parameter], Hashable]) -> list[str]:
+    """The units with parameters of several kinds."""
     unit_of = _unit_names(model, units)
-    by_unit: dict[str, set[torch.dtype]] = collections.defaultdict(set)
+    by_unit: dict[str, set[Hashable]] = collections.defaultdict(set)
     for param, ((_, module), *_) in _owners(model).items():
-        by_unit[unit_of.get(id(module), "")].add(param.dtype)
-    mixed = [name or "the root" for name, kinds in by_unit.items() if len(kinds) > 1]
-    if mixed:
-        yield Expected(
-            f"{_names(mixed)} has parameters of several dtypes",
-            'FSDP1 raises "Must flatten tensors with uniform dtype", and FSDP2 may raise for its gradients',
-            "Convert them to one dtype, or make them units of their own",
-        )
+        by_unit[unit_of.get(id(module), "")].add(kind(param))
+    return [name or "the root" for name, kinds in by_unit.items() if len(kinds) > 1]
 
 
-_LOOKS: tuple[Callable[[nn.Module, list[Unit]], Iterator[Any]], ...] = (
-    _tied,
-    _scalars,
-    _unused,
-    _read_by_others,
-    _buffers,
-    _dtypes,
+# What is looked for, the words for it, and the limit that says what follows.
+_LOOKS: tuple[tuple[Callable[[nn.Module, list[Unit]], list[str]], str, str], ...] = (
+    (_tied, "are one parameter in two units", "tied_parameters"),
+    (_scalars, "has no dimension", "scalar_parameter"),
+    (_unused, "got no gradient", "optimizer_state_is_missing"),
+    (_read_by_others, "is a unit, but nn.MultiheadAttention reads its weight without calling it", "mixed_tensors"),
+    (_buffers, "is not in the state dict, so nothing loads it", "parameters_on_meta"),
+    (_dtypes, "has parameters of several dtypes", "flat_parameter_is_not_uniform"),
 )
