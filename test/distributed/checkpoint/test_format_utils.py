@@ -94,11 +94,7 @@ class TestFormatUtils(DTensorTestBase):
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     def test_torch_save_file_into_shards(self):
-        """A file is loaded into the DTensors of an FSDP2 model.
-
-        With the defect the first rank broadcasts a full tensor, but the others receive it in a DTensor
-        like that of their state dict, and hang. So the test compares the tensors of all ranks before each broadcast.
-        """
+        """A file is loaded into the DTensors of an FSDP2 model."""
         plain, model = (filled(nn.Linear(3, 7), seed=seed) for seed in (0, 1))
         path = self._write(plain.state_dict())
         fully_shard(model.to(self.device), mesh=self.mesh)

@@ -285,15 +285,7 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
     @skip_if_lt_x_gpu(2)
     @subtests(rank=lambda: range(dist.get_world_size()))
     def test_nan_in_largest_magnitude(self, rank):
-        """A NaN on one rank makes the infinity norm NaN, so all ranks raise an error.
-
-        With the defect no rank raises. gloo's MAX drops a NaN from any rank but the first, so the
-        norm is finite, and the NaN reaches the optimizer. On four ranks::
-
-            value = torch.tensor(torch.nan if dist.get_rank() == 2 else 1.0)
-            dist.all_reduce(value, op=dist.ReduceOp.MAX)
-            print(value)  # 1. on all ranks; nan on all ranks if rank 0 has the NaN
-        """
+        """A NaN on one rank makes the infinity norm NaN, so all ranks raise an error."""
         with torch_defect("dtensor_inf_norm_loses_nan", when=rank > 0):
             self._check_raises_on_all_ranks(rank, math.nan, math.inf)
 
@@ -318,17 +310,7 @@ class TestClipGradNormEmptyShard(FSDPTestMultiThread):
     @torch_defect("dtensor_reduction_of_empty_shard_hangs")
     @skip_if_lt_x_gpu(1)
     def test_largest_magnitude_of_empty_shard(self):
-        """The infinity norm is right if the local shard of the last rank is empty.
-
-        With the defect the last rank raises "cannot compute the infinity norm on an empty tensor".
-        DTensor computes the norm of each local shard (``common_reduction_strategy`` in
-        ``torch.distributed.tensor._ops._math_ops``). The other ranks wait in the all-reduce until they time out. This
-        test runs in threads, where an error on one rank ends the wait of the others. On four ranks::
-
-            layer = fully_shard(nn.Linear(2, 3, bias=False))
-            layer(torch.ones(1, 2)).sum().backward()
-            torch.nn.utils.clip_grad_norm_(layer.parameters(), 0.5, norm_type=torch.inf)
-        """
+        """The infinity norm is right if the local shard of the last rank is empty."""
         self._largest_magnitude(3)
 
     def _check_reduction(self, reduction: str, rows: int) -> None:

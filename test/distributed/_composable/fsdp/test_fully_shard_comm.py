@@ -348,24 +348,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
 
     @skip_if_lt_x_gpu(2)
     def test_communication_count_after_evaluation(self):
-        """A forward under ``no_grad`` adds no all-gather to the backward of the next step.
-
-        With the defect it adds one. Backward prefetching uses the recorded order of the forward. FSDP also
-        records this order under ``no_grad``, and only a backward clears it. The first layer's backward then prefetches
-        the last layer of the forward under ``no_grad``. The result is not used, and the end of the backward frees it.
-        This happens only if the root has no parameters of its own. Otherwise the root is recorded between the two
-        layers, and the root is already unsharded. On two ranks::
-
-            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-            for module in (*model, model):
-                fully_shard(module)
-            with torch.no_grad():
-                model(torch.ones(1, 4))
-            output = model(torch.ones(1, 4))
-            with CommDebugMode() as communication:
-                output.sum().backward()
-            print(communication.get_comm_counts())  # 3 all-gathers, 2 without that forward
-        """
+        """A forward under ``no_grad`` adds no all-gather to the backward of the next step."""
         model = nn.Sequential(*(nn.Linear(4, 4, device=self.device) for _ in range(2)))
         shard_each([*model, model])
         inputs = rows(self.rank, 0, self.device, 2, 4)
@@ -976,30 +959,14 @@ class TestFullyShardReduceOpWorldSize1(TrainingMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(1)
     @subtests(divide_factor=[None, 0.5, 1.0, 2.0])
     def test_singleton_force_sum(self, divide_factor):
-        """A forced sum over one rank divides by the factor once.
-
-        With the defect FSDP divides twice. ``foreach_reduce`` copies the gradient instead of reducing it, and
-        divides in the copy. It divides again afterwards, by the factor from ``_get_gradient_divide_factors``. The
-        gradient is 0.75 instead of 1.5. On one rank::
-
-            model = fully_shard(nn.Linear(8, 4, bias=False), mesh=init_device_mesh(accelerator.current().type, (1,)))
-            model.set_gradient_divide_factor(2.0)
-            model.set_force_sum_reduction_for_comms(True)
-            model(torch.ones(3, 8)).sum().backward()
-            print(model.weight.grad.to_local())
-        """
+        """A forced sum over one rank divides by the factor once."""
         shows = torch_defect("fsdp2_divides_twice", when=divide_factor in (0.5, 2.0))
         self._test_singleton(divide_factor, force_sum=True, shows=shows)
 
     @skip_if_lt_x_gpu(1)
     @subtests(divide_factor=[None, 0.5, 1.0, 2.0])
     def test_singleton_fp16(self, divide_factor):
-        """A reduction in float16 over one rank divides by the factor once.
-
-        With the defect FSDP divides twice, as in ``test_singleton_force_sum``, because it divides float16 gradients
-        before and after a reduction. To see it with the example of that test, replace the forced sum by
-        ``mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16)``.
-        """
+        """A reduction in float16 over one rank divides by the factor once."""
         shows = torch_defect("fsdp2_divides_twice", when=divide_factor in (0.5, 2.0))
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
         self._test_singleton(divide_factor, shows=shows, mp_policy=policy)

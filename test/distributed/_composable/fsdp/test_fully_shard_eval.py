@@ -80,17 +80,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(reshard_after_forward=[True, False, None])
     def test_inference_before_first_step(self, reshard_after_forward):
-        """A model may run under ``inference_mode`` before it is trained.
-
-        With the defect training raises. The first forward allocates the all-gather outputs, here as inference
-        tensors. The first all-gather outside the mode raises "Inplace update to inference tensor". There is no error if
-        the model trains before it runs under ``inference_mode``, or if it runs under ``no_grad`` instead.
-
-            model = fully_shard(nn.Linear(2, 2))
-            with torch.inference_mode():
-                model(x)
-            model(x).sum().backward()  # raises
-        """
+        """A model may run under ``inference_mode`` before it is trained."""
         ref_model, model = self._two_mlps(reshard_after_forward)
         for _ in range(2):
             with torch.inference_mode():

@@ -815,18 +815,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
 
     @skip_if_lt_x_gpu(1)
     def test_all_gather_extension_single_rank_payloads(self):
-        """On a mesh of one rank the post-hook receives both tensors that the pre-hook returned.
-
-        With the defect it receives only the first. If the shard group has one rank,
-        ``FSDPParamGroup.wait_for_unshard`` takes ``all_gather_inputs[0]`` and drops the rest. In one process::
-
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            layer = fully_shard(nn.Linear(4, 4))
-            local = layer.weight._local_tensor
-            local.fsdp_pre_all_gather = lambda mesh: ((local, local), None)
-            local.fsdp_post_all_gather = lambda outputs, *args, out=None: print(len(outputs))  # 1
-            layer(torch.ones(4))
-        """
+        """On a mesh of one rank the post-hook receives both tensors that the pre-hook returned."""
         layer, extension = self._alone(lambda shard: ((shard, shard), None), lambda gathered, metadata: sum(gathered))
         output = layer(inp := self._input(4))
         with torch_defect("fsdp2_extension_gets_one_payload"):

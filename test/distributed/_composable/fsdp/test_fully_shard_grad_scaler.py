@@ -217,11 +217,7 @@ class TestFullyShardGradientScaler(FSDPTest):
 
     @skip_if_lt_x_gpu(4)
     def test_replicated_parameter_first(self):
-        """If the optimizer's first parameter is ``tp``-replicated, the whole mesh agrees.
-
-        With the known defect, ranks 1 and 3 skip the step, while ranks 0 and 2 take it. DTensor's
-        ``found_inf_reduce_handler`` does not reduce over mesh dimensions on which the first gradient is replicated.
-        """
+        """If the optimizer's first parameter is ``tp``-replicated, the whole mesh agrees."""
         model = self._norm_then_mlp()
         shows = torch_defect("dtensor_scaler_disagrees_over_two_meshes")
         self._check_agreement_2d(model, list(model.parameters()), shows)

@@ -894,12 +894,7 @@ class TestFullyShardManualFinalizationPipeline(ManualTest):
 
     @skip_if_lt_x_gpu(4)
     def test_schedule_resharding_after_forward(self):
-        """The gradients are right if FSDP2 reshards after forward, which is the default below the root.
-
-        With the defect some gradients are silently lost. The schedule lists the parameters of the
-        stage before backward. At this time they are sharded parameters. These are not in the autograd graph, so they
-        get no gradients.
-        """
+        """The gradients are right if FSDP2 reshards after forward, which is the default below the root."""
         shows = torch_defect("pipeline_split_backward_loses_gradients")
         self._check_schedule("ScheduleInterleavedZeroBubble", None, shows)
 

@@ -216,22 +216,7 @@ class TestFullyShardMixedPrecisionTraining(ReplicaMixin, FSDPTest):
         grad_mode=[torch.enable_grad, torch.no_grad],
     )
     def test_reduce_dtype_after_frozen_first_forward(self, dtypes, beside, grad_mode):
-        """A layer that is frozen in its first forward and trained later reduces in the requested dtype.
-
-        With the defect it does not. ``FSDPParamGroup._init_mp_dtypes`` sets the dtypes of gradients once, from the
-        parameters that are trainable in the first forward. If there are none, the dtypes stay unset. The gradient is
-        reduced in bfloat16 and cannot be assigned to the float32 parameter. On each rank::
-
-            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-            layer = fully_shard(nn.Linear(4, 4), mp_policy=policy, reshard_after_forward=True)
-            layer.requires_grad_(False)
-            layer(torch.ones(4))
-            layer.requires_grad_(True)
-            layer(torch.ones(4)).sum().backward()  # RuntimeError: attempting to assign a gradient with dtype ...
-
-        Without a ``param_dtype`` nothing raises, and the gradient is reduced in the parameter's dtype. Integer
-        parameters have no part in the dtypes.
-        """
+        """A layer that is frozen in its first forward and trained later reduces in the requested dtype."""
         if beside is not None:
             skip_unless([torch_facts.SHARDS_INTEGER_PARAMETERS.lacks])
         with torch_defect("fsdp2_frozen_first_forward_breaks_training"):

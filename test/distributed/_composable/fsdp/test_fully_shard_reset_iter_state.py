@@ -133,11 +133,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(reduce_dtype=[None, torch.float32])
     def test_reset_iter_state_drops_accumulated_gradients(self, reduce_dtype):
-        """A reset drops gradients that were accumulated without reduction, as its docstring says.
-
-        With the defect they stay on the unsharded parameters, where ``zero_grad`` does not clear them, and are reduced
-        with the gradients of the next step.
-        """
+        """A reset drops gradients that were accumulated without reduction, as its docstring says."""
         param_dtype = None if reduce_dtype is None else torch.bfloat16
         kwargs = {"mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)}
         model = self._mlps(**kwargs)

@@ -57,17 +57,8 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
     @skip_if_lt_x_gpu(4)
     @subtests(rows=[5, 7])
     def test_uneven_shards_after_forward(self, rows):
-        """``full_tensor()`` is right between forward and backward, while the parameter is sharded over a smaller mesh.
-
-        With the defect it is wrong for 5 rows. FSDP takes the new shards from the all-gather
-        output, which includes padding (8 rows, 4 for each of two ranks). The registered DTensor assumes that 5 rows
-        were sharded (3 and 2). The backward does not use this DTensor and is right. On four ranks::
-
-            model = fully_shard(nn.Linear(4, 5, bias=False), reshard_after_forward=2)
-            expected = model.weight.full_tensor()
-            model(torch.ones(3, 4))
-            print(torch.equal(model.weight.full_tensor(), expected))
-        """
+        """``full_tensor()`` is right between forward and backward, while the parameter is sharded over a smaller
+        mesh."""
         model: Any = fully_shard(nn.Linear(4, rows, bias=False, device=self.device), reshard_after_forward=2)
         expected = model.weight.full_tensor().detach()
         output = model(torch.ones(3, 4, device=self.device))

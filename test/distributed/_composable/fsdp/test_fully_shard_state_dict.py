@@ -516,11 +516,7 @@ class TestFullyShardStateDictMultiProcess(FSDPTest):
 
     @skip_if_lt_x_gpu(2)
     def test_backward_after_load(self):
-        """If weights are loaded between forward and backward, backward raises as in a plain module.
-
-        With the known defect, FSDP all-gathers the new values into the tensors that autograd saved, without a new
-        version. The gradients are silently wrong: they mix new weights with old activations.
-        """
+        """If weights are loaded between forward and backward, backward raises as in a plain module."""
         plain, model = self._two_linears(5), self._shard_two_linears(self._two_linears(5), reshard_after_forward=False)
         other = self._two_linears(5, 43)
         for module, values in ((plain, other.state_dict()), (model, self._shards_of(other))):

@@ -183,12 +183,7 @@ class TestFullyShardRegisteredParams(TrainingMixin, FSDPTestMultiThread):
     @skip_if_lt_x_gpu(1)
     @subtests(rows=[4, 5, 7])
     def test_param_registration_after_partial_reshard(self, rows):
-        """After a reshard over two of four ranks, the registered DTensor has the parameter's values.
-
-        With the known defect it does not, if two ranks split the rows differently than two pairs of four ranks. Of five
-        rows, four ranks have 2, 2, 1 and 0. After forward, two ranks keep 4 rows and 1 row, but the DTensor claims 3
-        and 2. The all-gather from these shards is right.
-        """
+        """After a reshard over two of four ranks, the registered DTensor has the parameter's values."""
         model = filled(nn.Linear(2, rows, device=self.device))
         before = [param.detach().clone() for param in model.parameters()]
         fully_shard(model, reshard_after_forward=2)

@@ -584,11 +584,7 @@ class TestNew2dParallelStateDict(FSDP1AndTPMixin, DTensorTestBase):
     @with_comms
     @skip_if_lt_x_gpu(4)
     def test_2d_optim_state_dict_of_flat_parameters(self):
-        """DSD gets the same optimizer states from flat parameters, also in shard groups without rank 0.
-
-        The source of each broadcast must be in the group of the broadcast. With the defect it is not. The test then
-        broadcasts from the first rank of the group.
-        """
+        """DSD gets the same optimizer states from flat parameters, also in shard groups without rank 0."""
         run = self._fsdp1_run(use_orig_params=False).train(range(1))
         original, sources = dist.broadcast_object_list, []
 
