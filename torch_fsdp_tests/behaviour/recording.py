@@ -1,7 +1,7 @@
 """The session of one test in one rank, and what fills it: a dispatch mode and hooks of torch and unittest.
 
 Hooks are installed once in a process, and do nothing in a rank without a session. A test that compiles is left out,
-because torch does not compile under a mode.
+because torch does not compile under a mode, and one that counts memory by a mode of its own.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
@@ -69,7 +70,7 @@ class Session:
 
     def measure(self, place: str) -> None:
         # The other threads decide when a collective lets go of its tensors.
-        if self.memory.is_used and not self.is_thread:
+        if self.memory.is_used and not self.is_thread and not self.left_out:
             self.add(Kind.MEMORY, place, *(f"{size} bytes of {kind}" for kind, size in self.memory.alive().items()))
 
     def value(self, name: str, value: Any) -> None:
@@ -229,6 +230,7 @@ def _install() -> None:
     _around(torch, "compile", _compile)
     if "torch._dynamo" in sys.modules:  # else the test file does not use it
         _around(sys.modules["torch._dynamo"], "optimize", _compile)
+    _around(FSDPMemTracker, "__enter__", _track_memory)
     _around(TestCase, "assertEqual", _assert_equal)
     _around(unittest.case._AssertRaisesContext, "__exit__", _raises)
     _around(warnings, "warn", _warn)
@@ -324,6 +326,11 @@ def _join(session: Session, former: Any, self: Any, name: str, parts: Any, opts:
     if collective := collective_name(name):
         session.collective(collective, [part.ins for part in parts], self.size())
     return former(self, name, parts, opts)
+
+
+def _track_memory(session: Session, former: Any, *args: Any, **kwargs: Any) -> Any:
+    session.leave("it counts memory itself")
+    return former(*args, **kwargs)
 
 
 def _compile(session: Session, former: Any, *args: Any, **kwargs: Any) -> Any:
