@@ -19,7 +19,9 @@ from distributed.model_zoo import LENGTH, Contrastive, Decoder, Mixture, Recomme
 
 
 class TestDecoder(ModelTestCase):
-    """The tied embedding is the first of a group of three modules."""
+    """The tied embedding is the first of a group of three modules. The root alone returns a dataclass."""
+
+    known_defects = {"fsdp2_keep_accumulate_eval_dsd": ["fsdp2_outputs_in_dataclasses_raise"]}
 
     def build(self) -> nn.Module:
         return Decoder()
@@ -109,7 +111,12 @@ class TestRecommender(ModelTestCase):
 class TestMixture(ModelTestCase):
     """An optimizer has no state for an unused expert, and does not load what it saved."""
 
-    known_defects = {"fsdp2_keep_accumulate_eval_dsd": ["dsd_optim_state_of_some_parameters_is_refused"]}
+    known_defects = {
+        "fsdp2_keep_accumulate_eval_dsd": [
+            "dsd_missing_optim_state_raises_key_error",
+            "dsd_optim_state_of_some_parameters_is_refused",
+        ]
+    }
     limits = {"fsdp2_ac_nosync_clip_dcp": "Missing key in checkpoint state_dict: optimizer.state"}
 
     def build(self) -> nn.Module:

@@ -32,7 +32,8 @@ class Unit:
 def gather(units):
     return [unit.gather() for unit in units]
 """
-FIRST, SECOND = "fsdp2_extension_gets_one_payload", "fsdp2_late_gradients_are_lost"  # both change FSDPParamGroup
+# Both change FSDPParamGroup.
+FIRST, SECOND = "fsdp2_extension_gets_one_payload", "fsdp2_extra_all_gather_after_evaluation"
 PROBE = """\
 import os, subprocess, sys, unittest
 
@@ -226,7 +227,7 @@ class TestPatch(TestCase):
                 self.assertRegex(err, f"^torch_fsdp_tests.defects: {words}\n$")
 
     def test_unknown_defect(self):
-        assert_rejected(self, main, [(("--patch", "fsdp2_late_gradient"), f"did you mean {SECOND}")])
+        assert_rejected(self, main, [(("--patch", "fsdp2_extra_all_gather"), f"did you mean {SECOND}")])
 
 
 class TestInARun(TestCase):
@@ -252,7 +253,7 @@ class TestInARun(TestCase):
 
     def test_id_that_has_no_fix(self):
         cases = {
-            "fsdp2_late_gradient": f"there is no fix of 'fsdp2_late_gradient'; did you mean {SECOND}?",
+            "fsdp2_extra_all_gather": f"there is no fix of 'fsdp2_extra_all_gather'; did you mean {SECOND}?",
             "smoke": "there is no fix of 'smoke'; python -m torch_fsdp_tests.defects --list shows the ids",
             "fsdp2_second_order_gradients_raise": "fsdp2_second_order_gradients_raise has no fix: FSDP2 would",
         }

@@ -71,8 +71,13 @@ def chunk_of(whole: torch.Tensor, index: int, chunks: int, dim: int = 0) -> torc
     return all_chunks[index] if index < len(all_chunks) else whole.narrow(dim, 0, 0)
 
 
-def shard_of(whole: torch.Tensor, param: DTensor) -> torch.Tensor:
-    """This rank's part of ``whole``, if ``param`` was sharded over the last dimension of its mesh first."""
+def shard_of(whole: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """This rank's part of ``whole``, if ``param`` was sharded over the last dimension of its mesh first.
+
+    If ``param`` is not sharded, that is ``whole``.
+    """
+    if not isinstance(param, DTensor):
+        return whole
     for dim in reversed(range(param.device_mesh.ndim)):
         placement = param.placements[dim]
         if not placement.is_replicate():

@@ -226,14 +226,7 @@ def group_of(module: nn.Module) -> Group:
 def groups_of(model: nn.Module) -> list[Group]:
     """The parameter groups of all modules below ``model``, each once, in the order of ``modules()``."""
     states = dict.fromkeys(state_of(module) for module in fsdp_modules(model))
-    return [group for state in states for group in _groups_of_state(state)]
-
-
-def _groups_of_state(state: State) -> list[Group]:
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # the version of PyTorch has one group for each state
-        groups = [attribute(state, "_fsdp_param_group")]
-    return [group for group in groups if group is not None]
+    return [group for state in states for group in torch_names.groups_of_state(state)]
 
 
 def cache_key(tensor: torch.Tensor) -> str:

@@ -324,6 +324,7 @@ TP_KEEPS_REQUIRES_GRAD = Fact(
     ),
 )
 # Seen in 2.13, and not in 2.9. The versions between were not tried.
+COMPILES_INSIDE_OF_SELECTIVE_CHECKPOINTS = Fact((2, 13), "compiles a layer that runs in a selective checkpoint")
 RUNS_HOOKS_OUTSIDE_OF_COMPILED_BACKWARDS = Fact((2, 13), "runs the hooks of FSDP2 outside of a compiled backward")
 COMPILES_STEPS_ON_UNEVEN_SHARDS = Fact((2, 13), "compiles the step of an optimizer for uneven shards of FSDP2")
 UNSHARDED_SPECS_HAVE_COMPUTE_DTYPE = Fact((2, 13), "gives unsharded DTensors of FSDP2 a spec with the compute dtype")

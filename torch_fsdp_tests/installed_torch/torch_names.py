@@ -72,6 +72,14 @@ class _LateModule:
         return f"<{self._name}, looked up when it is used>"
 
 
+def groups_of_state(state: Any) -> list[Any]:
+    """The parameter groups of an FSDP2 module's state. Before torch 2.12, it has at most one."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [attribute(state, "_fsdp_param_group")]
+    return [group for group in groups if group is not None]
+
+
 def attribute(owner: Any, name: str) -> Any:
     """Return ``owner.name``, where ``owner`` is an object or a class of torch.
 

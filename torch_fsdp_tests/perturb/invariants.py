@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
+from torch_fsdp_tests.installed_torch.torch_names import groups_of_state
 from torch_fsdp_tests.perturb.kinds import Subject, Taken
 
 RELEASE = 2.0  # seconds in which what was taken must be released
@@ -83,7 +84,7 @@ def _is_sharded(root: nn.Module) -> bool:
         getattr(group, "is_sharded", True)
         for module in root.modules()
         if isinstance(module, FSDPModule)
-        for group in getattr(module._get_fsdp_state(), "_fsdp_param_groups", ())
+        for group in groups_of_state(module._get_fsdp_state())
     )
 
 
@@ -120,7 +121,7 @@ def _states(module: nn.Module) -> list[str]:
     owners: list[Any] = [getattr(module, "_handle", None)]
     if isinstance(module, FSDPModule):
         state = module._get_fsdp_state()
-        owners = [state, *getattr(state, "_fsdp_param_groups", ())]
+        owners = [state, *groups_of_state(state)]
     return [str(getattr(each, "_training_state", "")) for each in owners if each is not None]
 
 

@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.installed_torch import torch_facts
+from torch_fsdp_tests.installed_torch.torch_names import groups_of_state
 
 SLEEP = 0.005  # seconds of a rank that sleeps
 FAR = 1e30  # a norm that no gradients have
@@ -107,7 +108,7 @@ class Subject:
     def groups(self) -> Iterator[Any]:
         """FSDP2's parameter groups."""
         for unit in self.units() if self.api == "fsdp2" else ():
-            yield from getattr(unit._get_fsdp_state(), "_fsdp_param_groups", ())
+            yield from groups_of_state(unit._get_fsdp_state())
 
     def is_watched(self) -> bool:
         """Whether the test has replaced collectives, or what they send, by its own functions."""
@@ -171,7 +172,7 @@ def _sizes_of(unit: Any) -> set[int]:
     if isinstance(unit, FSDP):
         replicas = getattr(unit, "_inter_node_pg", None)
         return {int(unit.process_group.size() * (replicas.size() if replicas is not None else 1))}
-    groups = getattr(unit._get_fsdp_state(), "_fsdp_param_groups", ())
+    groups = groups_of_state(unit._get_fsdp_state())
     return {param.sharded_param.device_mesh.size() for group in groups for param in group.fsdp_params}
 
 

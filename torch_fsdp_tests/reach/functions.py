@@ -138,10 +138,10 @@ def _spell(node: ast.AST, words: list[str]) -> None:
         value = getattr(node, field, None)
         if value is None or value == [] or field in _LEFT_OUT:
             continue
-        if field == "body" and isinstance(node, _SCOPES) and ast.get_docstring(node, clean=False) is not None:
-            value = value[1:]
         words.append(field)
         for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, ast.Expr) and isinstance(getattr(each.value, "value", None), str):
+                continue  # a docstring, or a comment in quotes
             if not isinstance(each, ast.AST):
                 words.append(repr(each))
             elif isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):

@@ -218,7 +218,7 @@ class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
         """
         factor, before = factor_before
         actual = fsdp_collectives._get_gradient_divide_factors(
-            None, None, torch.float16, device_type=self.device.type, factor=factor
+            dist.group.WORLD, None, torch.float16, device_type=self.device.type, factor=factor
         )
         self.assertEqual(actual, (before, factor / before, SUM, SUM))
 

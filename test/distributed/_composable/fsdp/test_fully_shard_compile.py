@@ -690,7 +690,8 @@ class TestFullyShardCompile(CompileTest):
             actual = [param.grad.full_tensor() for param in model.parameters()]
             self.assertEqual(actual, [param.grad for param in ref_model.parameters()])
             take_step(optims)
-        self.assertGreater(len(counting.graphs), 0)
+        if not selective or torch_facts.COMPILES_INSIDE_OF_SELECTIVE_CHECKPOINTS:
+            self.assertGreater(len(counting.graphs), 0)
 
     @skip_if_lt_x_gpu(2)
     @subtests(per_layer=[True, False])

@@ -1011,6 +1011,7 @@ class TestFullyShardRandomInitialization(FSDPTest):
 class TestFullyShardNonFloatParam(FSDPTest):
     world_size = 2
 
+    @needs(torch_facts.SHARDS_INTEGER_PARAMETERS)
     @skip_if_lt_x_gpu(2)
     @subtests(
         dtypes=[[torch.uint8], [torch.int64], [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]],

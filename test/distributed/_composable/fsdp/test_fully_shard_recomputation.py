@@ -120,6 +120,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
 
         self._check_training(ref_model, model, lambda: self._inputs(2, 4), step=step, iterations=FEW)
 
+    @needs(torch_facts.KEEPS_GROUPS_UNSHARDED_FOR_RECOMPUTATION)
     @skip_if_lt_x_gpu(2)
     def test_double_forward_gathers_recomputed_modules_once(self):
         """A module that is unsharded for its recomputation is not unsharded again for its gradients."""
