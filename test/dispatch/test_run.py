@@ -63,6 +63,12 @@ class TestVerdicts(TreeCase):
             arguments = ["-j1", "--keep-going", *lists, *options]
             self.check({}, arguments, failed=2, cwd=self.root, env={"PATH": path, **variables}, says=says)
 
+    def test_repeat_command_leaves_out_ranks_that_a_test_does_not_use(self):
+        head = "from torch_fsdp_tests.verdict import events; events.record(ranks=3)\n"
+        for size, ends in ((2, "gloo"), (3, "--ranks 3")):
+            test = head + body(f"self.fail(events.record(world_size={size}))")
+            self.check({"test_r": test}, failed=1, says=[rf"(?m)^ +\S+ \S+ .*::TestX::test_1 .* {ends}$"])
+
     def test_stops_after_the_first_failing_file_but_not_inside_it(self):
         files = {"test_a": body("self.fail()", "pass"), "test_b": PASS}
         self.check(files, ["-j1"], passed=1, failed=1, says=["1 file not started: test_b"])

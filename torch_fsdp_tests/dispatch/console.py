@@ -288,7 +288,7 @@ class Console:
                 self.say(f"    {clean(summary(results.rounds.record(file, test.name).to_json()))}")
             elif test.reason:
                 self.say(f"    {clean(test.reason)}")
-            self.say(f"    {repeat_command(self._run, file.job.part.name, self._facts(file), test.rerun_name)}")
+            self.say(f"    {repeat_command(self._run, file.job.part.name, self._facts(file), test)}")
 
 
 _PROBLEMS = ("unknown", "empty", "FAILED")  # words of :func:`word_for` for a file that has no list of tests

@@ -10,22 +10,27 @@ from typing import Any
 from torch_fsdp_tests import installation, settings
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.installed_torch import fixes
+from torch_fsdp_tests.verdict import TestResult
 
 
-def repeat_command(run: RunTests, file: str, facts: Mapping[str, Any], test: str | None = None) -> str:
-    """The command that repeats one test, class or file as it ran here. ``facts`` say what it was tested on."""
+def repeat_command(run: RunTests, file: str, facts: Mapping[str, Any], test: TestResult | None = None) -> str:
+    """The command that repeats one test, class or file as it ran here. ``facts`` say what it was tested on.
+
+    A test whose world size is not that of the run has a fixed one.
+    """
+    name, ranks = test and test.rerun_name, facts.get("ranks")
     words = installation.program_words()
     if run.test_directory != run.default_directory:
         words += ["--test-directory", installation.short_path(run.test_directory)]
-    inside = f"::{test.replace('.', '::')}" if test else ""
+    inside = f"::{name.replace('.', '::')}" if name else ""
     words += ["-i", f"{file}{inside}"]
-    if test or run.shuffle:  # for a whole file the option would also shuffle, and this run did not shuffle
+    if name or run.shuffle:  # for a whole file the option would also shuffle, and this run did not shuffle
         words += ["--seed", str(run.seed)]
     lists = {"--disabled-tests": run.disabled, "--slow-tests": run.slow}
     options = {
         "--device": run.device or facts.get("device"),
         "--backend": run.backend or facts.get("backend"),
-        "--ranks": run.ranks or facts.get("ranks"),
+        "--ranks": run.ranks or (ranks if test is None or test.facts.get("world_size", ranks) == ranks else None),
         "--devices": None if run.devices is None else ",".join(run.devices),
         **{option: path and installation.short_path(path) for option, path in lists.items()},
         "--timeout": None if run.timeout is None else f"{run.timeout:g}",
