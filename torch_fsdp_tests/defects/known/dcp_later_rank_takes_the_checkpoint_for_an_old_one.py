@@ -44,7 +44,7 @@ def reproduce(rank, world_size, device, workaround=False):
 
 FIX = """
 A rank looks for its own metadata.
-tried: 2.13, 2.15
+tried: 2.9, 2.13, 2.15
 
 --- torch/distributed/checkpoint/filesystem.py
 @@ _FileSystemWriter._metadata_exists

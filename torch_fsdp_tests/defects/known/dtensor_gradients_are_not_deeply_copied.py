@@ -41,7 +41,7 @@ def reproduce(rank, world_size, device, workaround=False):
 
 FIX = """
 The address of a tensor without memory is the offset of its data.
-tried: 2.13
+tried: 2.13, 2.15
 
 --- torch/_tensor.py
 @@ Tensor.__deepcopy__

@@ -43,7 +43,7 @@ def reproduce(rank, world_size, device, workaround=False):
 
 FIX = """
 ``item()`` reduces and gathers, so it is a collective if the tensor is not replicated.
-tried: 2.13
+tried: 2.13, 2.15
 
 --- torch/distributed/tensor/_dispatch.py
 @@ OpDispatcher.__init__

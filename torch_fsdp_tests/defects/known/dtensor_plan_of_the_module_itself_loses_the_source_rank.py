@@ -36,7 +36,7 @@ def reproduce(rank, world_size, device, workaround=False):
 
 FIX = """
 The call for the module itself passes the source rank on.
-tried: 2.13, 2.15
+tried: 2.9, 2.13, 2.15
 
 --- torch/distributed/tensor/parallel/api.py
 @@ parallelize_module

@@ -34,7 +34,7 @@ def reproduce(rank, world_size, device, workaround=False):
 
 FIX = """
 The replicated parameter requires a gradient if the parameter does.
-tried: 2.13, 2.15
+tried: 2.9, 2.13, 2.15
 
 --- torch/distributed/tensor/parallel/style.py
 @@ SequenceParallel._replicate_module_fn

@@ -56,7 +56,7 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-tried: 2.13
+tried: 2.9, 2.13
 
 --- torch/distributed/fsdp/_fully_shard/_fsdp_param.py
 @@ FSDPParam.to_accumulated_grad_if_needed

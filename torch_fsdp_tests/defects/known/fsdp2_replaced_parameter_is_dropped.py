@@ -47,7 +47,7 @@ FIX = """
 Each all-gather from the local shards checks whether a parameter or its memory was replaced.
 This costs a ``reset_sharded_param`` of each parameter in each all-gather: two in a step if the group reshards after
 forward, and one otherwise.
-tried: 2.13
+tried: 2.13, 2.15
 
 --- torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py
 @@ FSDPParamGroup.unshard

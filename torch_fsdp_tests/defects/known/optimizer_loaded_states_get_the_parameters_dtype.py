@@ -45,7 +45,7 @@ def reproduce(rank, world_size, device, workaround=False):
 
 FIX = """
 States stay in the dtype in which they were saved.
-tried: 2.13
+tried: 2.9, 2.13, 2.15
 
 --- torch/optim/optimizer.py
 @@ Optimizer._process_value_according_to_param_policy
