@@ -330,7 +330,7 @@ class Changes:
             change.names |= users
             words = f"not in the map: {module}; the tests of what uses it run: {first_few(sorted(users))}"
             change.remarks.append(words)
-        elif module.startswith(self._folders):
+        elif f"{module}.".startswith(self._folders):
             change.names |= names
         else:
             change.unknown.append(path)

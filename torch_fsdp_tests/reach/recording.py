@@ -16,16 +16,19 @@ from typing import Any
 from torch_fsdp_tests.reach.functions import Statement, functions_in, module_name, owners, statements_in
 from torch_fsdp_tests.reach.reachmap import Executed, Module, ReachMap, build
 
-# The folders of torch whose functions and statements are in the map. Of WHOLE it has every module. Of the others it has
-# the modules that some test enters, because FSDP does not use the rest.
-FOLDERS = tuple(f"distributed/{name}" for name in ("fsdp", "_composable", "checkpoint", "tensor"))
+# The folders and modules of torch whose functions and statements are in the map. Of WHOLE it has every module. Of the
+# others it has the modules that some test enters, because FSDP does not use the rest.
+FOLDERS = tuple(
+    f"distributed/{name}" for name in ("fsdp", "_composable", "checkpoint", "tensor", "device_mesh", "algorithms")
+)
 WHOLE = FOLDERS[:2]
 
 
 def sources(root: Path, folders: tuple[str, ...] = FOLDERS) -> Iterator[Path]:
-    """The source files of these folders of a package."""
+    """The source files of these folders and modules of a package."""
     for folder in folders:
-        yield from sorted((root / folder).rglob("*.py"))
+        module = (root / folder).with_suffix(".py")
+        yield from [module] if module.is_file() else sorted((root / folder).rglob("*.py"))
 
 
 def _places(root: Path) -> tuple[dict[Path, int], int]:
