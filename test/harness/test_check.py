@@ -17,15 +17,19 @@ from torch_fsdp_tests.models.advice import advice
 from torch_fsdp_tests.models.configurations import Arithmetic, Configuration
 
 FILE = INPUTS / "models_to_check.py"
+GRADIENTS = "the gradients of step 1: "
+EARLY = "optimizer(params) returned an optimizer of other parameters"
 sys.path.insert(0, str(INPUTS))
 
 
 @functools.cache
-def checked() -> tuple[int, dict[str, dict]]:
-    """The exit status of a check of several models in three configurations, and its report by model."""
-    names = ("AveragesWrongly", "LosesMoments", "RecomputesDifferently", "tied")
+def checked(
+    only: str = "fsdp2_clip,fsdp2_ac,fsdp2_dsd",
+    names: tuple[str, ...] = ("AveragesWrongly", "LosesMoments", "RecomputesDifferently", "tied"),
+) -> tuple[int, dict[str, dict]]:
+    """The exit status of a check of several models in these configurations, and its report by model."""
     models = [f"{FILE}:{name}" for name in names]
-    command = [sys.executable, "-m", "torch_fsdp_tests.check", *models, "--only", "fsdp2_clip,fsdp2_ac,fsdp2_dsd"]
+    command = [sys.executable, "-m", "torch_fsdp_tests.check", *models, "--only", only]
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=COMMAND_LIMIT)
     return done.returncode, {model.partition(":")[2]: its for model, its in json.loads(done.stdout)["models"].items()}
 
@@ -56,6 +60,22 @@ class TestFindings(TestCase):
         self.assertIn("what training has changed after step 3", its["reason"])
         self.assertEqual(its["alone"], "fsdp2 passes without these options")
 
+    def test_what_not_all_configurations_show(self):
+        """Gradients that ``summon_full_params`` does not show, buffers that are not loaded, an optimizer made early."""
+        expected = {
+            "AveragesWrongly": dict.fromkeys(("fsdp1_flat_frozen", "fsdp1_offload", "fsdp1_root_frozen"), GRADIENTS),
+            "LosesBuffers": {"fsdp2_dsd": "the buffers after the load: 2 of 2 tensors are off"},
+            "KeepsOptimizer": {"fsdp1_flat_frozen": EARLY, "fsdp2_dsd": EARLY},
+        }
+        _, found = checked("fsdp1_flat_frozen,fsdp1_offload,fsdp1_root_frozen,fsdp2_dsd", (*expected,))
+        for name, words in expected.items():
+            its = found[name]["configurations"]
+            reasons = {each: its[each]["reason"].partition(start)[1] for each, start in words.items()}
+            self.assertEqual(reasons, words)
+            self.assertEqual({its[each]["outcome"] for each in words}, {"mismatch"})
+        self.assertEqual(found["LosesBuffers"]["configurations"]["fsdp1_offload"]["outcome"], "passed")
+        self.assertIn("optimizer(params) returns an optimizer of others", found["KeepsOptimizer"]["warnings"][0])
+
     def test_failure_without_fsdp(self):
         self.assertEqual(outcomes("RecomputesDifferently")["fsdp2_ac"], "fails_without_fsdp")
 
@@ -72,6 +92,7 @@ class TestArguments(TestCase):
     def test_rejections(self):
         for name, words in (
             ("model_alone", "returned a model alone: return (model, batch, loss)"),
+            ("with_optimizer", "returned an optimizer, which holds the parameters from before sharding"),
             ("without_functions", "returned a Tensor for batch(step): return (model, batch, loss)"),
             ("raises", "raised KeyError: 'no such size'"),
             ("does_not_run", "the plain model does not run: RuntimeError: "),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from torch_fsdp_tests.models import ModelTestCase
@@ -97,6 +98,9 @@ def _called(factory: Callable[[], Any], argument: str) -> tuple[nn.Module, Calla
         raise InvalidFactory(f"{argument} raised {in_one_line(error)}") from error
     if isinstance(made, nn.Module):
         raise InvalidFactory(f"{argument} returned a model alone: {RETURNS}")
+    if isinstance(made, tuple) and any(isinstance(each, torch.optim.Optimizer) for each in made):
+        words = "returned an optimizer, which holds the parameters from before sharding"
+        raise InvalidFactory(f"{argument} {words}: name a ModelTestCase with optimizer(params), or {RETURNS}")
     if not (isinstance(made, tuple) and len(made) == 3):
         raise InvalidFactory(f"{argument} returned a {type(made).__name__}: {RETURNS}")
     for value, kind, words in zip(

@@ -83,6 +83,7 @@ local_shard = _reading("_local_shard")  # this rank's shard, in the precision of
 low_precision_shard = _reading("_mp_shard")  # the same in the dtype of mixed precision; AttributeError if there is none
 names_in = _reading("_fqns")  # the names of its parameters, relative to its module
 shapes_in = _reading("_shapes")  # the shapes of its parameters
+strides_in = _reading("_strides")  # their strides
 shard_infos = _reading("_shard_param_infos")  # for each of its parameters, the elements that are in this rank's shard
 sharded_size = _reading("_sharded_size")  # the shape of each rank's shard, padding included
 unsharded_size = _reading("_unpadded_unsharded_size")  # the shape of the whole, without padding
@@ -196,7 +197,8 @@ def names_managed(model: nn.Module) -> dict[str, list[str]]:
     """The plain model's names of the parameters that each FSDP1 instance manages, by the instance's name."""
     managing = {name: each.flat_param for name, module in instances(model).items() if (each := handle(module))}
     return {
-        name: [f"{name}.{inner}".lstrip(".") for inner in names_in(flat_param)] for name, flat_param in managing.items()
+        name: [clean_name(f"{name}.{inner}").lstrip(".") for inner in names_in(flat_param)]
+        for name, flat_param in managing.items()
     }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 from torch import nn
 
 from torch_fsdp_tests.defects.limits import LIMITS
-from torch_fsdp_tests.models.plain import Model, Unit, built, loss_of, on_device
+from torch_fsdp_tests.models.plain import Model, Unit, built, holds_others, loss_of, on_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +33,18 @@ def advice(case: Model) -> list[Expected]:
     frozen = built(case, is_frozen=True) if len(units) > 1 else model
     mixed = _mixed(frozen, case.units(frozen), lambda param: param.requires_grad)
     found.append((mixed, "has frozen and trained parameters", "flat_parameter_is_not_uniform"))
+    found.append((_optimizers(case, model), "returns an optimizer of others", "optimizer_made_before_sharding"))
     return [
         Expected(f"{_names(names)} {what}", LIMITS[limit].means, LIMITS[limit].advice)
         for names, what, limit in found
         if names
     ]
+
+
+def _optimizers(case: Model, model: nn.Module) -> list[str]:
+    """``optimizer(params)``, if it does not hold copies of the parameters when it gets them, as FSDP2 replaces them."""
+    copies = [nn.Parameter(param.detach().clone()) for param in model.parameters() if param.requires_grad]
+    return ["optimizer(params)"] * holds_others(case.optimizer(copies), copies)
 
 
 def _names(names: list[str]) -> str:

@@ -121,6 +121,15 @@ def of_updates(tolerances: Tolerances, parameters: Tensors, changes: Tensors, dt
     }
 
 
+def nearest(actual: Tensors, built: Tensors, saved: Sequence[Tensors]) -> Tensors:
+    """What buffers must be after a load: of those that ranks have saved one rank's, and the others as built.
+
+    A checkpoint has a buffer of one rank, and does not say of which.
+    """
+    choices = {name: [each.get(name, built[name]).to(own.device) for each in saved] for name, own in actual.items()}
+    return {name: min(some, key=lambda one: _largest(actual[name] - one)) for name, some in choices.items()}
+
+
 def _distances(pairs: Pairs, expected: Tensors) -> dict[str, float]:
     """For each name, the largest difference relative to the largest value."""
     sizes = _sizes(expected)

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import itertools
+from collections.abc import Iterable
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -65,6 +66,12 @@ def built(case: Model, seed: int = 0, dtype: torch.dtype | None = None, is_froze
 
 def optimizer_of(case: Model, model: nn.Module) -> torch.optim.Optimizer:
     return case.optimizer([param for param in model.parameters() if param.requires_grad])
+
+
+def holds_others(optimizer: torch.optim.Optimizer, params: Iterable[nn.Parameter]) -> bool:
+    """Whether an optimizer holds parameters that are none of these."""
+    ids = {id(param) for param in params}
+    return any(id(param) not in ids for group in optimizer.param_groups for param in group["params"])
 
 
 def on_device(tree: Any, dtype: torch.dtype | None = None) -> Any:
@@ -140,11 +147,10 @@ class PlainTraining:
         self.optimizer.load_state_dict(states["optimizer"])
         self.steps = {step: None}  # type: ignore[dict-item]
 
-    def take_buffers(self, model: nn.Module) -> None:
-        """Copy the buffers of a loaded model. A checkpoint has those of one rank, and does not say of which."""
-        own = dict(self.model.named_buffers())
-        for name, buffer in model.named_buffers():
-            own[internals.clean_name(name)].copy_(buffer)
+    def take_buffers(self, buffers: Tensors) -> None:
+        """Copy the buffers of a loaded model."""
+        for name, buffer in buffers_of(self.model).items():
+            buffer.copy_(buffers[name])
 
     def _take(self, number: int) -> Step:
         batches = self.data.of(number)
@@ -159,7 +165,7 @@ class PlainTraining:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), LARGEST_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        buffers = {name: buffer.clone() for name, buffer in buffers_of(self.model).items()}
         states = copy.deepcopy({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
         step = Step(losses, eval_loss, gradients, norm, values(self.model), buffers, states)
         if number == 0 and self._case.generate is not None:
@@ -207,6 +213,12 @@ def _in_low_precision(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, A
 
 def values(model: nn.Module) -> Tensors:
     return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def buffers_of(model: nn.Module) -> Tensors:
+    """The buffers with real numbers, by the names of the plain model."""
+    buffers = {internals.clean_name(name): buffer for name, buffer in model.named_buffers()}
+    return {name: each for name, each in buffers.items() if each.dtype != torch.bool and not each.is_complex()}
 
 
 def generated(case: Model, model: nn.Module) -> Any:

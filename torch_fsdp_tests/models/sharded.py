@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from torch_fsdp_tests.common_fsdp.device import rank_device
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.meshes import make_mesh
-from torch_fsdp_tests.fsdp.references import full, named
+from torch_fsdp_tests.fsdp.references import full, full_parameters, named
 from torch_fsdp_tests.fsdp.shards import local_of, shard_of
 from torch_fsdp_tests.models.configurations import Configuration
 from torch_fsdp_tests.models.plain import (
@@ -39,6 +39,7 @@ from torch_fsdp_tests.models.plain import (
     Model,
     Tensors,
     Unit,
+    buffers_of,
     built,
     eval_loss_of,
     generated,
@@ -66,7 +67,6 @@ class ShardedTraining:
         units = recompute(case, model, configuration)
         for unit in single(units) if configuration.has("compile") else ():
             unit.compile(backend="aot_eager")
-        self._trains_all = all(param.requires_grad for param in model.parameters())
         self.model: Any = self._sharded(model, [] if configuration.has("root") else units)
         self.optimizer = optimizer_of(case, self.model)
 
@@ -114,15 +114,15 @@ class ShardedTraining:
         """What ``generate`` returns."""
         return generated(self._case, self.model)
 
-    def buffers(self, expected: Tensors) -> Pairs:
-        own = {internals.clean_name(name): buffer for name, buffer in self.model.named_buffers()}
-        return {name: (own[name], value) for name, value in expected.items()}
+    @property
+    def buffers(self) -> Tensors:
+        return buffers_of(self.model)
 
-    def spoil(self) -> None:
-        """Change all parameters, so that a value that is not loaded shows."""
+    def spoil(self, saved: Iterable[str]) -> None:
+        """Change all parameters and the saved buffers, so that a value that is not loaded shows."""
         with torch.no_grad():
-            for param in self.model.parameters():
-                local_of(param).add_(1.0)
+            for tensor in (*self.model.parameters(), *map(self.buffers.get, saved)):
+                local_of(tensor).add_(1)
 
     def save(self, folder: str) -> None:
         """Save model and optimizer. A collective."""
@@ -187,21 +187,21 @@ class Fsdp2Training(ShardedTraining):
 
     def gradients(self, expected: Tensors) -> Pairs:
         grads = {name: param.grad for name, param in named(self.model).items() if param.grad is not None}
-        return _shards(grads, expected)
+        return _paired(grads, expected, shard_of)
 
     def parameters(self, expected: Tensors) -> Pairs:
-        return _shards({name: param.detach() for name, param in named(self.model).items()}, expected)
+        return _paired({name: param.detach() for name, param in named(self.model).items()}, expected, shard_of)
 
 
-def _shards(tensors: Mapping[str, Any], expected: Tensors) -> Pairs:
-    """The local shards, and those of the expected full tensors. A tensor that only one side has counts as zeros."""
+def _paired(tensors: Mapping[str, Any], expected: Tensors, part: Callable[[torch.Tensor, Any], torch.Tensor]) -> Pairs:
+    """The local shards, and the same part of the expected tensors. A tensor that only one side has counts as zeros."""
     pairs = {}
     for name in expected.keys() | tensors.keys():
         if name not in tensors:
             pairs[name] = torch.zeros_like(expected[name]), expected[name]
         else:
             local = local_of(tensors[name])
-            wanted = shard_of(expected[name], tensors[name]) if name in expected else torch.zeros_like(local)
+            wanted = part(expected[name], tensors[name]) if name in expected else torch.zeros_like(local)
             pairs[name] = local, wanted.to(local.device)
     return pairs
 
@@ -245,18 +245,30 @@ class Fsdp1Training(ShardedTraining):
             return super().generated()
 
     def gradients(self, expected: Tensors) -> Pairs:
-        # ``summon_full_params`` cannot show them, or hangs if only some ranks have any; the next parameters show them.
-        if self._configuration.has("flat", "offload") or not self._trains_all:
-            return {}
-        return self._full(lambda param: param.grad, expected, with_grads=True)
+        """This rank's elements of each gradient. No gradient counts as zeros.
+
+        ``summon_full_params`` raises for flat and offloaded ones, and aborts if only some ranks have any
+        (``fsdp1_missing_gradient_is_float32``).
+        """
+        params, instances, pairs = named(self.model), internals.instances(self.model), {}
+        for unit, names in internals.names_managed(self.model).items():
+            flat_param = internals.flat_param_of(instances[unit])
+            infos = zip(names, internals.shard_infos(flat_param), internals.strides_in(flat_param), strict=True)
+            for name, info, stride in (each for each in infos if each[1].in_shard):
+                grad, start = (params[name].grad, 0) if name in params else (flat_param.grad, info.offset_in_shard)
+                own = _elements(grad, stride, start, info.numel_in_shard)
+                wanted = _elements(expected.get(name), stride, info.intra_param_start_idx, info.numel_in_shard)
+                pairs[name] = own, wanted.to(own.device)
+        return pairs
 
     def parameters(self, expected: Tensors) -> Pairs:
-        return self._full(lambda param: param.detach(), expected)
+        return _paired(full_parameters(self.model), expected, lambda whole, own: whole)
 
-    def _full(self, read: Callable[[Any], torch.Tensor | None], expected: Tensors, **options: bool) -> Pairs:
-        with FSDP.summon_full_params(self.model, writeback=False, **options):
-            tensors = {name: read(param) for name, param in named(self.model).items()}
-            own = {name: tensor.clone() for name, tensor in tensors.items() if tensor is not None}
-        names = expected.keys() | own.keys()
-        zeros = {name: torch.zeros_like(expected[name] if name in expected else own[name]) for name in names}
-        return {name: (own.get(name, zeros[name]), expected.get(name, zeros[name])) for name in names}
+
+def _elements(tensor: torch.Tensor | None, stride: tuple[int, ...], start: int, count: int) -> torch.Tensor:
+    """Elements of a flat or full tensor, in the order in which a parameter with this stride has them in memory."""
+    if tensor is None:
+        return torch.zeros(count)
+    if tensor.dim() > 1:
+        tensor = tensor.new_empty_strided(tensor.shape, stride).copy_(tensor).as_strided((tensor.numel(),), (1,))
+    return tensor.flatten().narrow(0, start, count)

@@ -44,8 +44,8 @@ class AveragesWrongly(Healthy):
         name = torch_facts.reduce_scatter_name()
         reduce = getattr(dist, name)
 
-        def doubled(output: torch.Tensor, input: torch.Tensor, **kwargs: Any) -> Any:
-            return reduce(output=output, input=2 * input, **kwargs)
+        def doubled(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return reduce(output, 2 * input, *args, **kwargs)
 
         if dist.is_initialized() and reduce.__name__ != doubled.__name__:
             setattr(dist, name, doubled)
@@ -59,6 +59,36 @@ class LosesMoments(Healthy):
         if dist.is_initialized():
             internals.dsd._load_optim_state_dict = lambda *args, **kwargs: None
         return super().build()
+
+
+class LosesBuffers(Healthy):
+    """In its ranks, torch loads no buffers."""
+
+    def build(self) -> nn.Module:
+        load = internals.dsd._load_model_state_dict
+
+        def without_buffers(model: nn.Module, *args: Any) -> Any:
+            before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            loaded = load(model, *args)
+            for name, buffer in model.named_buffers():
+                buffer.copy_(before[name])
+            return loaded
+
+        if dist.is_initialized() and load.__name__ != without_buffers.__name__:
+            internals.dsd._load_model_state_dict = without_buffers
+        return nn.Sequential(*super().build(), nn.BatchNorm1d(4))
+
+
+class KeepsOptimizer(Healthy):
+    """Its optimizer is that of the plain model."""
+
+    def build(self) -> nn.Module:
+        model = super().build()
+        self._optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model
+
+    def optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return self._optimizer
 
 
 class RecomputesDifferently(Healthy):
@@ -85,6 +115,11 @@ def tied() -> Made:
 
 def model_alone() -> nn.Module:
     return tied()[0]
+
+
+def with_optimizer() -> tuple[object, ...]:
+    model, *functions = tied()
+    return (model, *functions, torch.optim.SGD(model.parameters()))
 
 
 def without_functions() -> tuple[object, ...]:
