@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.parametrizations import spectral_norm
 
 from torch_fsdp_tests.common_utils import run_tests
@@ -38,6 +40,48 @@ class TestDecoder(ModelTestCase):
 
     def generate(self, model: Any) -> torch.Tensor:
         return model.generate(input_ids=tokens(0, 2, 3).to(self.device), count=3)
+
+
+class TestTiedTail(TestDecoder):
+    """As accelerate wraps: the tied embedding is in the group of the head, which stays unsharded until backward."""
+
+    configurations = ("fsdp2_clip_eval_generate", "fsdp2_hsdp_ac_nosync_eval")
+
+    def units(self, model: Any) -> list[Any]:
+        return [*model.blocks, [model.norm, model.embedding, model.head]]
+
+    def prepare(self, model: Any) -> None:
+        model.head.set_reshard_after_forward(False, recurse=False)
+
+
+class TestUntiedTail(TestTiedTail):
+    """As accelerate, torchtitan and transformers wrap a model with a head of its own."""
+
+    def build(self) -> nn.Module:
+        model = Decoder()
+        model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+        return model
+
+    def units(self, model: Any) -> list[Any]:
+        return [model.embedding, *model.blocks, [model.norm, model.head]]
+
+
+class TestForcedSums(TestUntiedTail):
+    """As torchtitan trains: gradients are only summed, because each rank divides its loss by the tokens of all."""
+
+    configurations = ("fsdp2_hsdp_ac_nosync_clip", "fsdp2_bf16_accumulate_eval")
+
+    def prepare(self, model: Any) -> None:
+        super().prepare(model)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss = super().loss(model, batch)
+        weight = 1 / dist.get_world_size() if isinstance(model, FSDPModule) else 1.0
+        return torch.lerp(loss.detach(), loss, weight)  # the same value, with a part of the gradient
 
 
 class TestSpeech(ModelTestCase):

@@ -94,6 +94,9 @@ class ModelTestCase(FSDPTestContinuous):
         """
         return torch.optim.Adam(params, lr=1e-2, eps=1e-2, **fused_on_host())
 
+    def prepare(self, model: nn.Module) -> None:
+        """Change the sharded model, for example its divide factor, before it has an optimizer: by default nothing."""
+
     @property
     def world_size(self) -> int:  # type: ignore[override]
         """2 ranks, or 4 for HSDP."""

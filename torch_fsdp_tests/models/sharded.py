@@ -68,6 +68,7 @@ class ShardedTraining:
         for unit in single(units) if configuration.has("compile") else ():
             unit.compile(backend="aot_eager")
         self.model: Any = self._sharded(model, [] if configuration.has("root") else units)
+        case.prepare(self.model)
         self.optimizer = optimizer_of(case, self.model)
 
     def _sharded(self, model: nn.Module, units: list[Unit]) -> nn.Module:
