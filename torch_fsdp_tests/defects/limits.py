@@ -11,28 +11,28 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-ANY = " ... "  # in a message: any text
+ANY = " ... "  # in a message: any text of a line
 
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """``messages`` are what torch may say; without one, the program goes on and is wrong. ``provoke`` gets the rank
-    and the device. It raises an exception with one of the messages in one of two ranks, or returns False because the
-    model did not train. ``about`` is a word of the traceback without which the message says too little.
+    """``messages`` are what torch may say. ``provoke`` gets the rank and the device. It raises an exception with one of
+    the messages in one of two ranks. ``about`` matches a part of the traceback without which the message says too
+    little.
     """
 
     id: str
     messages: tuple[str, ...]
     means: str
     advice: str
-    provoke: Callable[[int, Any], Any]
+    provoke: Callable[[int, Any], None]
     about: str = ""
     since: str = "2.9"  # the first version in which one of the messages was seen
 
     def explains(self, text: str) -> bool:
         """Whether it may be the cause of this traceback."""
         patterns = (".*".join(map(re.escape, message.split(ANY))) for message in self.messages)
-        return self.about in text and any(re.search(pattern, text, re.DOTALL) for pattern in patterns)
+        return all(re.search(pattern, text) for pattern in (self.about, "|".join(patterns)))
 
 
 LIMITS: dict[str, Limit] = {}
@@ -40,10 +40,10 @@ LIMITS: dict[str, Limit] = {}
 
 def _limit(
     *messages: str, means: str, advice: str, about: str = "", since: str = "2.9"
-) -> Callable[[Callable[[int, Any], Any]], Callable[[int, Any], Any]]:
+) -> Callable[[Callable[[int, Any], None]], Callable[[int, Any], None]]:
     """Declare the limit that a function provokes. More specific messages come first in this file."""
 
-    def declare(provoke: Callable[[int, Any], Any]) -> Callable[[int, Any], Any]:
+    def declare(provoke: Callable[[int, Any], None]) -> Callable[[int, Any], None]:
         id = provoke.__name__.strip("_")
         LIMITS[id] = Limit(id, messages, means, advice, provoke, about, since)
         return provoke
@@ -95,8 +95,10 @@ def _fsdp2(*modules: Any, **options: Any) -> Any:
 
 @_limit(
     "While copying the parameter named ... got mixed torch.Tensor and DTensor",
-    means="A state dict with whole tensors is loaded into an FSDP2 model, whose parameters are shards.",
-    advice="Load it with set_model_state_dict and StateDictOptions(full_state_dict=True), or before fully_shard.",
+    means="A state dict with whole tensors is loaded into an FSDP2 model, whose parameters are shards, or the shards "
+    "that one rank has saved are loaded into a plain model.",
+    advice="Save what get_model_state_dict returns on all ranks with StateDictOptions(full_state_dict=True); load it "
+    "with set_model_state_dict and the same option, or before fully_shard.",
 )
 def whole_state_dict(rank: int, device: Any) -> None:
     state = _layers(device).state_dict()
@@ -108,10 +110,11 @@ def whole_state_dict(rank: int, device: Any) -> None:
     means="An operator gets a sharded parameter of FSDP2 (a DTensor) and a plain tensor. A module's parameters are "
     "whole only while its own unit runs: something called a submodule, generate(), or a function on a parameter, "
     "without the forward of the unit. With torch.nn.MultiheadAttention, out_proj is such a submodule. In an "
-    "optimizer or in clip_grad_norm_, one list has parameters of FSDP2 and others.",
+    "optimizer or in clip_grad_norm_, one list has parameters of FSDP2 and others, or states were loaded as whole "
+    "tensors.",
     advice="Call the sharded module itself; name other methods with register_fsdp_forward_method; "
     "do not shard a module that its parent uses without calling it; give plain parameters groups of their own, or "
-    "foreach=False.",
+    "foreach=False; load states with set_optimizer_state_dict; copy averages from the sharded model.",
 )
 def mixed_tensors(rank: int, device: Any) -> None:
     _fsdp2(_layers(device))[0](_ones(device))
@@ -120,6 +123,7 @@ def mixed_tensors(rank: int, device: Any) -> None:
 @_limit(
     "'weight' must be 2-D",
     "size mismatch, got input",
+    "Output 0 of View is a view and its base or another view of its base has been modified inplace",
     means="A parameter of FSDP1 is used outside of the forward of its instance, where it is empty or flat: a submodule "
     "is called by itself, or a weight is tied across two instances.",
     advice="Call the FSDP instance itself, use summon_full_params around what reads parameters, keep tied weights in "
@@ -202,6 +206,77 @@ def unit_of_two_dtypes(rank: int, device: Any) -> None:
 
 
 @_limit(
+    "Expected out tensor to have dtype",
+    means="The model was converted after a forward, with model.to(dtype) or half(). FSDP2 gathers in the first dtype.",
+    advice="Convert the model before fully_shard, or compute in another dtype with MixedPrecisionPolicy.",
+    about="split_with_sizes_copy",
+)
+def converted_after_forward(rank: int, device: Any) -> None:
+    import torch
+
+    model = _fsdp2(_layers(device))
+    model(_ones(device))
+    model.to(torch.bfloat16)(_ones(device).bfloat16())
+
+
+@_limit(
+    "you can only change requires_grad flags of leaf variables",
+    means="Under FSDP1 with use_orig_params=False, parameters are views of a flat parameter, which is frozen as a "
+    "whole.",
+    advice="Freeze before wrapping, and wrap frozen modules separately; or pass use_orig_params=True.",
+)
+def frozen_after_wrapping(rank: int, device: Any) -> None:
+    _fsdp1(_layers(device), device).module[0].weight.requires_grad_(False)
+
+
+@_limit(
+    "Cannot distribute a DTensor with placements",
+    means="TP cannot shard these parameters, because fully_shard did so before parallelize_module.",
+    advice="Apply parallelize_module first, and then fully_shard with the mesh of the data dimension.",
+)
+def tensor_parallel_after_sharding(rank: int, device: Any) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    parallelize_module(_fsdp2(_layers(device)), mesh, {"0": RowwiseParallel()})
+
+
+@_limit(
+    ".numpy() is not supported for tensor subclasses",
+    means="Parameters and gradients of FSDP2 are DTensors. A program that logs them needs whole tensors.",
+    advice="Call full_tensor() before numpy(), on all ranks.",
+)
+def array_of_a_shard(rank: int, device: Any) -> None:
+    _fsdp2(_layers(device))[0].weight.detach().cpu().numpy()
+
+
+@_limit(
+    "'FSDP ... ' object has no attribute 'no_sync'",
+    "'FSDP ... ' object has no attribute 'clip_grad_norm_'",
+    means="fully_shard leaves the model's class as it is, without the methods of FullyShardedDataParallel.",
+    advice="For no_sync() use set_requires_gradient_sync(False), for model.clip_grad_norm_() the function of "
+    "torch.nn.utils, and for state_dict_type() get_model_state_dict.",
+)
+def method_of_fsdp1(rank: int, device: Any) -> None:
+    _fsdp2(_layers(device)).no_sync()
+
+
+@_limit(
+    "Attempted to call function marked as skipped",
+    "Call to `torch._dynamo.disable()`",
+    means="torch.compile(fullgraph=True) was given a sharded module, whose hooks are not compiled.",
+    advice="Compile the modules inside instead, for example with block.compile(fullgraph=True) before fully_shard.",
+    about="torch/distributed/fsdp/",
+)
+def whole_graph(rank: int, device: Any) -> None:
+    import torch
+
+    torch.compile(_fsdp2(_layers(device)), backend="eager", fullgraph=True)(_ones(device))
+
+
+@_limit(
     "FSDP parameters should be materialized from meta device before training",
     means="The model was made on the meta device, and its parameters have no storage.",
     advice="After fully_shard, call model.to_empty(device=...) and initialize all parameters and buffers, or load a "
@@ -237,12 +312,16 @@ def deep_copy(rank: int, device: Any) -> None:
 
 
 @_limit(
-    means="The optimizer was made before fully_shard. It holds the old parameters, so its step changes nothing: the "
-    "loss does not fall, and nothing is raised. The same happens with FSDP1 and use_orig_params=False.",
+    "KeyError: ",
+    means="The optimizer was made before fully_shard, or for a copy. It holds other parameters, so its step changes "
+    "nothing: the loss does not fall, and until the optimizer is saved, nothing is raised. The same happens with FSDP1 "
+    "and use_orig_params=False.",
     advice="Make the optimizer, and its groups of parameters, after the model is sharded.",
+    about="in _get_optim_state_dict",
 )
-def optimizer_made_before_sharding(rank: int, device: Any) -> bool:
+def optimizer_made_before_sharding(rank: int, device: Any) -> None:
     import torch
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     model = _layers(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -250,7 +329,8 @@ def optimizer_made_before_sharding(rank: int, device: Any) -> bool:
     before = model[0].weight.full_tensor().clone()
     model(_ones(device)).sum().backward()
     optimizer.step()
-    return not torch.equal(model[0].weight.full_tensor(), before)
+    assert torch.equal(model[0].weight.full_tensor(), before)
+    get_optimizer_state_dict(model, optimizer)
 
 
 @_limit(
@@ -261,20 +341,49 @@ def optimizer_made_before_sharding(rank: int, device: Any) -> bool:
     "gradients.",
 )
 def optimizer_state_is_missing(rank: int, device: Any) -> None:
-    import tempfile
-
     import torch
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     model = _fsdp2(_layers(device))
-    state = {"optim": get_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()))}
+    state = get_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()))
+    _load_other({"optim": {"state": {}}}, {"optim": state})
+
+
+@_limit(
+    "Missing key in checkpoint state_dict: ",
+    means="The state dict to fill has a key that the checkpoint lacks: it is nested in another way, has the prefix of "
+    "a wrapper such as module. or _orig_mod., or belongs to a new parameter.",
+    advice="Make both with get_model_state_dict, and compare with FileSystemReader(path).read_metadata(); "
+    "DefaultLoadPlanner(allow_partial_load=True) skips such a key.",
+)
+def key_is_missing(rank: int, device: Any) -> None:
+    state = _layers(device).state_dict()
+    _load_other({"model": state}, state)
+
+
+def _load_other(saved: dict[str, Any], loaded: dict[str, Any]) -> None:
+    """Save a state dict by DCP, and load another one."""
+    import tempfile
+
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
     with tempfile.TemporaryDirectory() as own:
         folder = [own]
         dist.broadcast_object_list(folder)
-        dcp.save({"optim": {"state": {}}}, checkpoint_id=folder[0])
-        dcp.load(state, checkpoint_id=folder[0])
+        dcp.save(saved, checkpoint_id=folder[0])
+        dcp.load(loaded, checkpoint_id=folder[0])
+
+
+@_limit(
+    "state_dict is required to save or load, but ... is empty",
+    means="This rank gives no state dict to a function that needs one on each rank.",
+    advice="Load the file on all ranks, or pass StateDictOptions(full_state_dict=True, broadcast_from_rank0=True).",
+)
+def state_dict_of_one_rank(rank: int, device: Any) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    set_model_state_dict(_fsdp2(_layers(device)), {}, options=StateDictOptions(full_state_dict=True))
 
 
 # --- ranks and backends ----------------------------------------------------------------------------------------------
@@ -292,7 +401,22 @@ def premultiplied_sum(rank: int, device: Any) -> None:
 
 
 @_limit(
+    "No backend type associated with device type cpu",
+    means="A collective gets tensors in host memory, as with CPU offloading, and the process group has only the "
+    "device's backend.",
+    advice='Initialize the process group for both, for example init_process_group("cpu:gloo,cuda:nccl").',
+)
+def offloading_without_backend(rank: int, device: Any) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    of_another_device = dist.new_group(backend="meta:gloo")
+    _fsdp2(_layers("cpu"), mesh=DeviceMesh.from_group(of_another_device, "cpu"))(_ones("cpu"))
+
+
+@_limit(
     "Connection closed by peer",
+    "Connection reset by peer",
     "Timed out waiting ... for recv operation",
     "Timed out waiting ... for send operation",
     "Watchdog caught collective operation timeout",
@@ -302,7 +426,7 @@ def premultiplied_sum(rank: int, device: Any) -> None:
     "checkpoint alone.",
     advice="Let all ranks run the same units in the same order in each step, drop the last incomplete batch on all "
     "ranks, and call state_dict() on all ranks, also with rank0_only=True.",
-    about="fsdp",
+    about="fsdp|torch/distributed/checkpoint/",
 )
 def ranks_differ(rank: int, device: Any) -> None:
     from datetime import timedelta
