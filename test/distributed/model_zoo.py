@@ -1,14 +1,16 @@
-"""Five small models with what real models have, and others of this suite have not. Each docstring lists it."""
+"""Small models with what real models have, and others of this suite have not. Each docstring lists it."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils import prune, spectral_norm
+from torch.nn.utils.parametrizations import orthogonal, weight_norm
 
 VOCABULARY, WIDTH, LENGTH = 19, 6, 5
 
@@ -211,3 +213,80 @@ class Mixture(nn.Module):
             if not self.training or torch.rand(()) > 0.4:
                 hidden = layer(hidden, ids)
         return self.head(hidden)
+
+
+class Pieces(nn.Module):
+    """Parameters in containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name = nn.ParameterDict({"weight": torch.randn(4, 4), "bias": torch.randn(4)})
+        self.scales = nn.ParameterList([torch.ones(1), torch.randn(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.by_name["weight"] + self.by_name["bias"]) * self.scales[0] + self.scales[1]
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter, as in DoRA: it reads the weights of layers that it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(4, 4)
+        self.down, self.up = nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
+        self.magnitude = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        norm = (self.base.weight + self.up.weight @ self.down.weight).norm(dim=1)
+        return (self.base(x) + self.up(self.down(x))) * self.magnitude / norm.detach()
+
+
+def over_channels(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return layer(x.transpose(1, 2)).transpose(1, 2)
+
+
+# Layers, and how to call those that do not take the input alone.
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "bidirectional": lambda: nn.GRU(4, 2, bidirectional=True, batch_first=True),
+    "projection": lambda: nn.LSTM(4, 5, proj_size=4, batch_first=True),
+    "cell": lambda: nn.LSTMCell(4, 4),
+    "attention": lambda: nn.MultiheadAttention(4, 2, kdim=4, vdim=3, add_bias_kv=True, batch_first=True),
+    "decoder": lambda: nn.TransformerDecoderLayer(4, 2, 8, batch_first=True),
+    "hook": lambda: nn.utils.weight_norm(nn.Linear(4, 4)),
+    "spectral_hook": lambda: spectral_norm(nn.Linear(4, 4)),
+    "orthogonal": lambda: orthogonal(nn.Linear(4, 4)),
+    "pruned": lambda: prune.l1_unstructured(nn.Linear(4, 4), "weight", amount=0.5),
+    "prelu": nn.PReLU,
+    "norm": lambda: nn.InstanceNorm1d(4, affine=True, track_running_stats=True),
+    "transposed": lambda: nn.ConvTranspose1d(4, 4, 3, padding=1),
+    "grouped": lambda: nn.Conv1d(4, 4, 3, padding=1, groups=2),
+    "bilinear": lambda: nn.Bilinear(4, 4, 4),
+    "pieces": Pieces,
+    "adapted": Adapted,
+    "twice": lambda: nn.Linear(4, 4),
+    "empty": lambda: nn.Sequential(nn.RMSNorm(4, elementwise_affine=False), nn.LayerNorm(4, elementwise_affine=False)),
+}
+CALLS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "bidirectional": lambda layer, x: layer(x)[0],
+    "projection": lambda layer, x: layer(x)[0],
+    "cell": lambda layer, x: layer(x.flatten(0, 1))[0].view_as(x),
+    "attention": lambda layer, x: layer(x, x, x[..., :3])[0],
+    "decoder": lambda layer, x: layer(x, x),
+    "norm": over_channels,
+    "transposed": over_channels,
+    "grouped": over_channels,
+    "bilinear": lambda layer, x: layer(x, x),
+    "twice": lambda layer, x: layer(layer(x).tanh()),
+}
+
+
+class Layers(nn.Module):
+    """The sum of all :data:`LAYERS`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({name: make() for name, make in LAYERS.items()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs = [CALLS.get(name, lambda layer, x: layer(x))(layer, x) for name, layer in self.layers.items()]
+        return torch.stack(outputs).sum(0)

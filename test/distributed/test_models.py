@@ -1,4 +1,4 @@
-"""Five models with the parts of real ones, in all configurations."""
+"""Models with the parts of real ones, in all configurations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.models import ModelTestCase
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from distributed.model_zoo import LENGTH, Contrastive, Decoder, Mixture, Recommender, Speech, numbers, tokens
+from distributed.model_zoo import LENGTH, Contrastive, Decoder, Layers, Mixture, Recommender, Speech, numbers, tokens
 
 
 class TestDecoder(ModelTestCase):
@@ -171,6 +171,24 @@ class TestMixture(ModelTestCase):
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+class TestLayers(ModelTestCase):
+    """FSDP1 clips, and so is in float32, because of the defect ``fsdp1_missing_gradient_is_float32``."""
+
+    configurations = ("fsdp2_keep_nosync_dsd", "fsdp2_hsdp_eval", "fsdp1_flat_clip_eval_dcp", "fsdp1_accumulate_clip")
+
+    def build(self) -> nn.Module:
+        return Layers()
+
+    def batch(self, step: int) -> torch.Tensor:
+        return numbers(step, 3, LENGTH, 4)
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return (model(batch) - 1).square().mean()
+
+    def units(self, model: Any) -> list[Any]:
+        return [*model.layers.values()]
 
 
 if __name__ == "__main__":
