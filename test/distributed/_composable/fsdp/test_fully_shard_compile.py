@@ -44,9 +44,9 @@ from torch_fsdp_tests.fsdp.compiling import (
     target_name,
 )
 from torch_fsdp_tests.fsdp.meshes import make_mesh
-from torch_fsdp_tests.fsdp.references import mean_backward
+from torch_fsdp_tests.fsdp.references import average_gradients, mean_backward
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
-from torch_fsdp_tests.fsdp.training import optimizers, shard_each, take_step
+from torch_fsdp_tests.fsdp.training import check_gradients, optimizers, shard_each, take_step
 from torch_fsdp_tests.installed_torch import torch_facts
 from torch_fsdp_tests.perturb import unperturbed
 
@@ -132,6 +132,25 @@ class CountsCalls(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         return x * self.weight * self.scale * self.calls
+
+
+class NextToken(nn.Module):
+    """Predicts tokens, and returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(DIM, DIM), MLP(DIM)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.embedding(tokens).tanh()).flatten(0, 1), targets.flatten())
+
+
+# Tokens and targets in one buffer.
+OVERLAPPING: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
+    "columns": lambda buffer: (buffer[:, :-1], buffer[:, 1:]),
+    "flat": lambda buffer: (buffer.view(1, -1)[:, :-1], buffer.view(1, -1)[:, 1:]),
+    "same": lambda buffer: (buffer, buffer),
+}
 
 
 class Subject(NamedTuple):
@@ -692,6 +711,23 @@ class TestFullyShardCompile(CompileTest):
             take_step(optims)
         if not selective or torch_facts.COMPILES_INSIDE_OF_SELECTIVE_CHECKPOINTS:
             self.assertGreater(len(counting.graphs), 0)
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(views=list(OVERLAPPING), per_layer=[True, False])
+    def test_inputs_that_overlap(self, views, per_layer):
+        """A compiled model, or one with a compiled layer, gets overlapping views of one buffer, of several lengths."""
+        ref_model, counting = filled(NextToken()).to(self.device), CountingBackend("aot_eager")
+        model = copy.deepcopy(ref_model)
+        (model.head if per_layer else model).compile(backend=counting)
+        shard_each((model.head, model))
+        for length in (5, 6, 7):
+            tokens = torch.arange(2 * length, device=self.device).view(2, length) * (2 * self.rank + 3) % DIM
+            for each in (ref_model, model):
+                each.zero_grad()
+                each(*OVERLAPPING[views](tokens)).backward()
+            average_gradients(ref_model)
+            check_gradients(self, ref_model, model)
+        self.assertGreater(len(counting.graphs), 0)
 
     @skip_if_lt_x_gpu(2)
     @subtests(per_layer=[True, False])
