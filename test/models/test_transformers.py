@@ -8,9 +8,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
-from torch_fsdp_tests.common_utils import run_tests
+from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_fsdp import FSDPTest
+from torch_fsdp_tests.common_utils import run_tests, set_rng_seed
+from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
+from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.training import TrainingMixin, backward
 from torch_fsdp_tests.models import ModelTestCase
 
 try:
@@ -148,6 +155,8 @@ class TestCLIP(TransformersTestCase):
 class TestLoRA(TestLlama):
     """Adapters inside frozen layers."""
 
+    limits = {"fsdp1_hsdp_flat_frozen_eval": "has both parameters with requires_grad=True and False"}
+
     def build(self) -> nn.Module:
         adapters = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
         return peft.get_peft_model(super().build(), adapters)
@@ -157,6 +166,32 @@ class TestLoRA(TestLlama):
 
     def freeze(self, model: nn.Module) -> None:
         """All but the adapters is frozen already."""
+
+
+class TestDistributedConfig(TrainingMixin, FSDPTest):
+    """transformers shards while it loads: blocks, the embedding, and a group of norm and head that stays unsharded."""
+
+    world_size = 2
+
+    @skip_if_lt_x_gpu(2)
+    @with_temp_dir
+    @subtests(is_tied=[False, True])
+    def test_training(self, is_tied):
+        if not hasattr(transformers, "DistributedConfig"):
+            self.skipTest("needs a version of transformers with DistributedConfig")
+        cls, sizes = transformers.Qwen3ForCausalLM, {**GROUPED, "head_dim": 8, "tie_word_embeddings": is_tied}
+        set_rng_seed(0)
+        ref_model = cls(cls.config_class(**sizes)).to(self.device)
+        ref_model.save_pretrained(self.temp_dir)  # rank 0 writes
+        dist.barrier()
+        config = transformers.DistributedConfig(fsdp_size=2)
+        model = cls.from_pretrained(self.temp_dir, distributed_config=config, dtype=torch.float32)
+        self.assertIsInstance(model.model.layers[0], FSDPModule)
+
+        def step(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+            return backward(model(input_ids=ids, labels=ids.clone()).loss)
+
+        self._check_training(ref_model, model, lambda: self._tokens(2, 7, vocab_size=VOCABULARY), step=step)
 
 
 if __name__ == "__main__":

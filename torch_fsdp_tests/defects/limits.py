@@ -180,6 +180,7 @@ def scalar_parameter(rank: int, device: Any) -> None:
 
 @_limit(
     "Must flatten tensors with uniform",
+    "has both parameters with requires_grad=True and False",
     means="FSDP1 puts the parameters of an instance into one flat tensor: they need one dtype, and without "
     "use_orig_params=True also one requires_grad.",
     advice="Wrap the parts with another dtype or with frozen parameters separately, or pass use_orig_params if only "
