@@ -887,10 +887,13 @@ class TestFullyShardManualFinalizationPipeline(ManualTest):
     world_size = 4
 
     @skip_if_lt_x_gpu(4)
-    @subtests(schedule=["ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"])
-    def test_schedule(self, schedule):
-        """A pipeline schedule finalizes each stage in a step with ``finalize_gradients=True``, and in no other step."""
-        self._check_schedule(schedule, reshard_after_forward=False)
+    @subtests(schedule=["ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"], scale_grads=[False, True])
+    def test_schedule(self, schedule, scale_grads):
+        """A pipeline schedule finalizes each stage in a step with ``finalize_gradients=True``, and in no other step.
+
+        Only such a step divides by the number of microbatches.
+        """
+        self._check_schedule(schedule, reshard_after_forward=False, scale_grads=scale_grads)
 
     @skip_if_lt_x_gpu(4)
     def test_schedule_resharding_after_forward(self):
@@ -899,7 +902,11 @@ class TestFullyShardManualFinalizationPipeline(ManualTest):
         self._check_schedule("ScheduleInterleavedZeroBubble", None, shows)
 
     def _check_schedule(
-        self, schedule: str, reshard_after_forward: bool | None, shows: torch_defect = NO_DEFECT
+        self,
+        schedule: str,
+        reshard_after_forward: bool | None,
+        shows: torch_defect = NO_DEFECT,
+        scale_grads: bool = False,
     ) -> None:
         """``shows`` is a known defect in the gradients of all stages but the first, and in the number of
         reduce-scatters on the rank of the last stage.
@@ -923,7 +930,7 @@ class TestFullyShardManualFinalizationPipeline(ManualTest):
             pipelining.PipelineStage(module, index, 4, self.device, group=mesh.get_group("pipeline"))
             for module, index in zip(modules, indices, strict=True)
         ]
-        pipeline = getattr(pipelining, schedule)(stages, num_microbatches, loss_fn=loss_fn, scale_grads=False)
+        pipeline = getattr(pipelining, schedule)(stages, num_microbatches, loss_fn=loss_fn, scale_grads=scale_grads)
         self._seed(mesh.get_local_rank("data"))
         for is_end in (True, False, True):
             inp, target = (self._inputs(2 * num_microbatches, DIM) for _ in range(2))
@@ -934,11 +941,15 @@ class TestFullyShardManualFinalizationPipeline(ManualTest):
                 pipeline.step(*args, finalize_gradients=is_end, **kwargs)
             if is_end:
                 average_gradients(plain, mesh.get_group("data"))
+                for param in plain.parameters() if scale_grads else ():
+                    param.grad /= num_microbatches
                 for module, index in zip(modules, indices, strict=True):
                     with shows if index > 0 else NO_DEFECT:
                         check_gradients(self, plain[index], module)
                 with shows if 3 in indices else NO_DEFECT:
                     self.assertEqual(len(calls), 2 * GROUPS)
+                for module in (plain, *modules) if scale_grads else ():  # what is left would be divided again
+                    module.zero_grad()
             else:
                 self.assertEqual(len(calls), 0)
 
