@@ -264,6 +264,9 @@ class Base(TestA):
 class TestAB(Base[int]):
     def test_more(self): pass
 
+class TestM(ModelTestCase):
+    def build(self): pass
+
 class Model(Generic[T], object):
     def test_nothing(self): pass
 
@@ -278,7 +281,7 @@ class TestUnknown(FolderCase):
     """Without it, tests that are newer than the map would be left out without a message."""
 
     def test_what_a_file_declares(self):
-        self.assertEqual(declared_tests(DECLARED), A_TESTS + AB_TESTS)
+        self.assertEqual(declared_tests(DECLARED), [*A_TESTS, *AB_TESTS, "TestM.test"])
         self.assertEqual(declared_tests("def ("), [])
 
     def test_from_what_a_test_is_made(self):

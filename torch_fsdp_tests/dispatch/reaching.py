@@ -16,7 +16,7 @@ from torch_fsdp_tests.dispatch.discover import source_of
 from torch_fsdp_tests.dispatch.plan import TestRun
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import Narrowed, UnknownTest
-from torch_fsdp_tests.dispatch.syntax import declared_tests
+from torch_fsdp_tests.dispatch.syntax import GENERATED, declared_tests
 from torch_fsdp_tests.installed_torch.version_ranges import numbers
 from torch_fsdp_tests.reach import order, recording
 from torch_fsdp_tests.reach.changes import Change, Changes, UnknownChange
@@ -146,8 +146,9 @@ def _folder(file: str) -> str:
 def _spelled(part: TestRun, source: str) -> frozenset[str]:
     """The declared tests of a part, with globs for the generated names of classes for each type of device."""
     generated = {*re.findall(r"instantiate_device_type_tests\(\s*(\w+)", source)}
-    pairs = (name.partition(".")[::2] for name in part.order)
-    return frozenset(f"{cls}*.{test}*" if cls in generated else f"{cls}.{test}" for cls, test in pairs)
+    pairs = [name.partition(".")[::2] for name in part.order]
+    names = (cls if test == GENERATED else f"{cls}.{test}" for cls, test in pairs if cls not in generated)
+    return frozenset([*names, *(f"{cls}*.{test}*" for cls, test in pairs if cls in generated)])
 
 
 def _count(tests: Sequence[TestRun]) -> str:

@@ -6,6 +6,8 @@ import ast
 import re
 
 _OBJECT = {"object", "Generic", "Protocol"}  # bases that make no test case
+GENERATES = "ModelTestCase"  # a base that makes tests whose names the text does not have
+GENERATED = "test"  # stands for them
 # Bodies of three lines or more are irrelevant here, and are most of a file. Without them parsing is much faster.
 _BODY = re.compile(r"^([ \t]*)((?:async )?def \w+\([^\n]*:)\n(?:\1[ \t]+[^\n]*\n\n*){3,}", re.MULTILINE)
 
@@ -45,7 +47,8 @@ def declared_tests(source: str) -> list[str]:
     """Each ``Class.test`` that a file's text declares, also if the class inherits it from another class of the file.
 
     Left out are mixins (classes without a base) and base classes that the file deletes: their tests are those of the
-    classes that inherit them. A name matches all generated ones that begin with it.
+    classes that inherit them. A name matches all generated ones that begin with it. A class of models has the name
+    ``test``.
     """
     tree = parse(source) or ast.Module([], [])
     classes = {node.name: node for node in _classes(tree)}
@@ -62,7 +65,9 @@ def declared_tests(source: str) -> list[str]:
     declared = []
     for name in classes.keys() - deleted:
         line = ancestors(name, frozenset())
-        if any(base not in bases and base not in _OBJECT for each in line for base in bases[each]):
+        outside = {base for each in line for base in bases[each] if base not in bases and base not in _OBJECT}
+        declared += [f"{name}.{GENERATED}"] * (GENERATES in outside)
+        if outside:
             declared += [f"{name}.{test}" for test in dict.fromkeys(t for each in line for t in own[each])]
     return sorted(declared)
 

@@ -201,6 +201,16 @@ class TestFiles(TestCase):
         actual = state_dict_loader._load_state_dict_from_keys(keys, checkpoint_id=path)
         self.assertEqual(actual, expected, **EXACT)
 
+    def test_storages_that_are_used_again(self):
+        """A writer and a reader go to the ``checkpoint_id`` of each call."""
+        writer, reader = FileSystemWriter(self.path / "none"), FileSystemReader(self.path / "none")
+        for value in (1.0, 2.0):
+            dcp.save({"value": torch.tensor(value)}, checkpoint_id=self.path / str(value), storage_writer=writer)
+        for value in (1.0, 2.0):
+            state = {"value": torch.zeros(())}
+            dcp.load(state, checkpoint_id=self.path / str(value), storage_reader=reader)
+            self.assertEqual(state["value"].item(), value)
+
     def test_tuples(self):
         """Tuples with tensors stay tuples, wherever they are and whatever else is in them."""
         path, saved = str(self.path / "tuples"), {"pair": (torch.ones(2), 3), "list": [(torch.ones(1), "text"), 1]}
