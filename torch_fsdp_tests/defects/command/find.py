@@ -31,6 +31,7 @@ _WEIGHTS = {
 
 HAS_CONDITION = 0.5  # texts beside an error that fit less say nothing about the defect's condition
 LIMIT_FITS = 0.9  # the least score of a limit for some words
+LIMIT_BESIDE_DEFECT = 0.6  # and its least share of the best score of a defect
 _ISSUE = re.compile(r"(?:https?://\S*/(?:issues|pull)/|\b)(\d{3,})\b\S*")  # by its address or its number
 
 # In a traceback: any frame, the module and the function of a frame of torch or Python, and the exceptions that Python
@@ -56,8 +57,9 @@ def limits_for(text: str) -> list[Limit]:
         return explaining[:1]
     if _is_error(text) or len(words(text)) < 2:
         return []
+    least = max(LIMIT_FITS, LIMIT_BESIDE_DEFECT * max(_ranking().fits(text)))
     fits = zip(_limits().fits(text), limits.LIMITS.values())
-    fitting = sorted((each for each in fits if each[0] >= LIMIT_FITS), key=lambda each: -each[0])
+    fitting = sorted((each for each in fits if each[0] >= least), key=lambda each: -each[0])
     return [limit for _, limit in fitting[:2]]
 
 
