@@ -105,6 +105,7 @@ class TestArguments(TestCase):
         self._check_rejected("no_such_file.py:f", says="there is no file no_such_file.py")
         self._check_rejected("mymodule", says="does not have the form MODULE:NAME")
         self._check_rejected(f"{FILE}:tied", "--only", "fsdp2_clipp", says="did you mean 'clip'?")
+        self._check_rejected(f"{FILE}:tied", "--only", "fsdp2_bf16_dcp", says="save without bf16")
 
     def _check_rejected(self, *arguments: str, says: str) -> None:
         status, out, err = outputs(main, *arguments)

@@ -73,7 +73,12 @@ class Configuration(NamedTuple):
             _check(name, option, OPTIONS)
         if interface != "fsdp1" and (wrong := _ONLY_FSDP1.intersection(options)):
             raise UnknownConfiguration(f"{name!r} is no configuration: only fsdp1 can have {', '.join(wrong)}")
-        return cls(interface, tuple(option for option in OPTIONS if option in options))
+        configuration = cls(interface, tuple(option for option in OPTIONS if option in options))
+        if configuration.saves and (low := configuration.arithmetic.low):
+            raise UnknownConfiguration(
+                f"{name!r} is no configuration: a checkpoint has the rounding of {low}; save without {low}"
+            )
+        return configuration
 
     @property
     def name(self) -> str:
