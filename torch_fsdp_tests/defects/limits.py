@@ -95,6 +95,7 @@ def _fsdp2(*modules: Any, **options: Any) -> Any:
 
 @_limit(
     "While copying the parameter named ... got mixed torch.Tensor and DTensor",
+    "'Parameter' object has no attribute '_local_tensor'",
     means="A state dict with whole tensors is loaded into an FSDP2 model, whose parameters are shards, or the shards "
     "that one rank has saved are loaded into a plain model.",
     advice="Save what get_model_state_dict returns on all ranks with StateDictOptions(full_state_dict=True); load it "
@@ -103,6 +104,20 @@ def _fsdp2(*modules: Any, **options: Any) -> Any:
 def whole_state_dict(rank: int, device: Any) -> None:
     state = _layers(device).state_dict()
     _fsdp2(_layers(device)).load_state_dict(state)
+
+
+@_limit(
+    "object has no attribute 'local_shards'",
+    means="A sharded state dict of FSDP1 is loaded outside of the context in which it was made.",
+    advice="Call load_state_dict inside FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT).",
+)
+def sharded_state_dict(rank: int, device: Any) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+    model = _fsdp1(_layers(device), device)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state = model.state_dict()
+    model.load_state_dict(state)
 
 
 @_limit(
