@@ -6,7 +6,7 @@ import functools
 import re
 from collections.abc import Collection, Sequence
 
-from torch_fsdp_tests.defects import limits, registry
+from torch_fsdp_tests.defects import limits, registry, tracebacks
 from torch_fsdp_tests.defects.command.ranking import Ranking, words
 from torch_fsdp_tests.defects.limits import Limit
 from torch_fsdp_tests.defects.registry import Defect, InvalidQuery
@@ -34,21 +34,15 @@ LIMIT_FITS = 0.9  # the least score of a limit for some words
 LIMIT_BESIDE_DEFECT = 0.6  # and its least share of the best score of a defect
 _ISSUE = re.compile(r"(?:https?://\S*/(?:issues|pull)/|\b)(\d{3,})\b\S*")  # by its address or its number
 
-# In a traceback: any frame, the module and the function of a frame of torch or Python, and the exceptions that Python
-# raises by itself in any program.
-_ANY_FRAME = re.compile(r'File ".*", line \d+, in ')
-_FRAME = re.compile(r'File "[^"]*/((?:torch/|python[\d.]*/(?!site-packages))[^"]*)\.py", line \d+, in (\S+)')
 _CODE_OF_TORCH = re.compile(r'File "[^"]*/torch/.*\n.*\n|File ".*\n')  # and the places of the user's code
 _TYPE = re.compile(r"[\w.]*(Error|Exception)(:|$)")  # before a message, of which a user may give only a part
-_ERROR = re.compile(r"\b\w+(?:Error|Exception)\b")
-_PYTHONS_OWN = {"AttributeError", "IndexError", "KeyError", "TypeError", "ZeroDivisionError"}
 
 
 def fitting(text: str) -> list[Defect]:
     """The defects that fit words, the number or the address of an issue, or a traceback. The best comes first."""
     message = _TYPE.sub("", text.strip())
     found = by_traceback(text) if _is_error(text) and message else []
-    return found if found or _ANY_FRAME.search(text) else by_words(message)
+    return found if found or tracebacks.ANY_FRAME.search(text) else by_words(message)
 
 
 def limits_for(text: str) -> list[Limit]:
@@ -76,13 +70,12 @@ def by_words(text: str) -> list[Defect]:
 def by_traceback(text: str) -> list[Defect]:
     """The defects whose error is in this text. First are those that name a function near its end, then those whose
     message has more words, then those whose condition is in the user's code or words, and then the worst."""
-    frames = [(module.replace("/", "."), name) for module, name in _FRAME.findall(text)]
-    found = [defect for defect in registry.defects() if defect.error and _ends_in(defect, text, frames)]
+    found = tracebacks.raising(text)
     condition = _ranking().fits(_beside_the_error(text, found))
     fits = {defect.id: fit if fit >= HAS_CONDITION else 0 for defect, fit in zip(registry.defects(), condition)}
 
     def order(defect: Defect) -> tuple[float, ...]:
-        return _distance(defect, frames), -len(words(defect.message)), -fits[defect.id]
+        return *tracebacks.distance(defect, text), -fits[defect.id]
 
     return sorted(found, key=order)
 
@@ -90,13 +83,8 @@ def by_traceback(text: str) -> list[Defect]:
 def _beside_the_error(text: str, found: Sequence[Defect]) -> str:
     """The user's code and words, without what all defects with this error have: torch's code and the message."""
     for defect in found:
-        text = re.sub(rf"(?s)({_ERROR.pattern}: )?{_pattern(defect)}", "", text)
+        text = re.sub(rf"(?s)({tracebacks.ERROR.pattern}: )?{tracebacks.pattern(defect)}", "", text)
     return _CODE_OF_TORCH.sub("", text)
-
-
-def _pattern(defect: Defect) -> str:
-    """Matches the message of its error."""
-    return ".*".join(map(re.escape, defect.message.split(" ... ")))
 
 
 def by_features(used: Collection[str]) -> list[Defect]:
@@ -109,31 +97,6 @@ def by_features(used: Collection[str]) -> list[Defect]:
             raise InvalidQuery(f"there is no feature {name!r}; there are {', '.join(SHORT)}")
     everything = {*used} if _INTERFACES & {*used} else {*used, *_INTERFACES}
     return [defect for defect in registry.defects() if everything.issuperset(defect.uses)]
-
-
-def _ends_in(defect: Defect, text: str, frames: Sequence[tuple[str, str]]) -> bool:
-    """Whether the text has the defect's message, and a frame near it.
-
-    A user may have called another function of the same file, unless any program could have the message. If the text
-    has no frames, as when only the message is known, the message is enough.
-    """
-    found = re.search(_pattern(defect), text, re.DOTALL)
-    if not found or not defect.functions or not _ANY_FRAME.search(text):
-        return found is not None
-    if {*defect.functions} & {name for _, name in frames}:
-        return True
-    error = _ERROR.findall(text[: found.end()])[-1:]
-    if {*error} & _PYTHONS_OWN or re.fullmatch(r"\w+", defect.message):
-        return False
-    return any(defect.where.startswith(f"{module}.") for module, _ in frames)
-
-
-def _distance(defect: Defect, frames: Sequence[tuple[str, str]]) -> float:
-    """How many frames lie between the end of a traceback and a function that the defect names."""
-    names = [name for _, name in reversed(frames)]
-    if not defect.functions or not frames:
-        return len(names)
-    return min((names.index(name) for name in defect.functions if name in names), default=len(names) + 1)
 
 
 @functools.cache
