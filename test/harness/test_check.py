@@ -2,21 +2,44 @@
 
 import functools
 import json
+import re
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import torch
-from runs import COMMAND_LIMIT, INPUTS, outputs
+from runs import COMMAND_LIMIT, INPUTS, ROOT, outputs
 
 from torch_fsdp_tests.check import report
 from torch_fsdp_tests.check.__main__ import main
-from torch_fsdp_tests.check.checking import Finding, Kind
+from torch_fsdp_tests.check.checking import Finding
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.models import ModelTestCase, comparing, configurations
 from torch_fsdp_tests.models.advice import advice
 from torch_fsdp_tests.models.configurations import Arithmetic, Configuration
+from torch_fsdp_tests.models.explaining import explaining
+from torch_fsdp_tests.verdict import State, Verdict
+from torch_fsdp_tests.verdict.of_configuration import Kind
 
 FILE = INPUTS / "models_to_check.py"
+COMMAND = (sys.executable, "-m", "torch_fsdp_tests.check")
+TEST_FILE = f"""
+import sys
+sys.path.insert(0, {str(INPUTS)!r})
+import models_to_check
+from torch_fsdp_tests.common_utils import run_tests
+
+class TestTied(models_to_check.Healthy):
+    configurations = ("fsdp2", "fsdp2_clip")
+    limits = {{"fsdp2": "shared with a parameter"}}
+
+    def build(self):
+        return models_to_check.tied()[0]
+
+if __name__ == "__main__":
+    run_tests()
+"""
 GRADIENTS = "the gradients of step 1: "
 EARLY = "optimizer(params) returned an optimizer of other parameters"
 sys.path.insert(0, str(INPUTS))
@@ -29,8 +52,9 @@ def checked(
 ) -> tuple[int, dict[str, dict]]:
     """The exit status of a check of several models in these configurations, and its report by model."""
     models = [f"{FILE}:{name}" for name in names]
-    command = [sys.executable, "-m", "torch_fsdp_tests.check", *models, "--only", only]
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=COMMAND_LIMIT)
+    done = subprocess.run(
+        [*COMMAND, *models, "--only", only, "--json"], capture_output=True, text=True, timeout=COMMAND_LIMIT
+    )
     return done.returncode, {model.partition(":")[2]: its for model, its in json.loads(done.stdout)["models"].items()}
 
 
@@ -148,9 +172,24 @@ M m:b fsdp2_clip: the loss of step 1 is 2
 
     def test_known_defect_of_an_error(self):
         text = "RuntimeError: Missing optimizer state for parameter 'a.weight' in checkpoint."
-        finding = Finding("m:a", "fsdp2_dsd", Kind.RAISED, 0.0, "", text)
-        ids = [defect.id for defect in report.explaining(finding)]
+        ids = [each.id for each in explaining(Verdict(State.ERROR, text))]
         self.assertIn("dsd_optim_state_of_some_parameters_is_refused", ids)
+
+    def test_pages(self):
+        """``check --report`` and ``run_test.py --report`` have one table, with letters, causes and commands."""
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "test_it.py").write_text(TEST_FILE)
+            run = [sys.executable, str(ROOT / "run_test.py"), "--test-directory", folder, "-i", "test_it"]
+            check = [*COMMAND, f"{folder}/test_it.py:TestTied"]
+            for command, repeats in ((check, "--only fsdp2_clip"), (run, "-i test_it::TestTied::test_fsdp2_clip")):
+                with self.subTest(command[1]):
+                    subprocess.run([*command, "--report", folder], capture_output=True, timeout=COMMAND_LIMIT)
+                    page = re.sub("<[^>]*>", "", Path(folder, "report.html").read_text())
+                    self.assertRegex(
+                        page, r"(?s)configurationTestTiedfsdp2l *fsdp2_clipE *E .*:TestTied fsdp2_clip: raised"
+                    )
+                    self.assertRegex(page, r"limit: A weight is tied across two modules .* What to do: Shard these")
+                    self.assertIn(repeats, page)
 
 
 class TestConfigurations(TestCase):

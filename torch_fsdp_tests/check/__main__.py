@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -12,6 +14,8 @@ from torch_fsdp_tests.check import checking, report
 from torch_fsdp_tests.check.checking import Finding
 from torch_fsdp_tests.check.factory import InvalidFactory, case_of
 from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.dispatch import atomic
+from torch_fsdp_tests.dispatch import report as run_report
 from torch_fsdp_tests.dispatch.options import Parser
 from torch_fsdp_tests.models import ModelTestCase
 from torch_fsdp_tests.models.advice import advice
@@ -55,6 +59,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--only", metavar="NAMES", help="train only in these configurations, separated by commas")
     parser.add_argument("--compile", action="store_true", help="also train with compiled units")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.add_argument("--report", metavar="DIR", type=Path, help="write report.html and report.json into DIR")
     return parser.parse_args(argv)
 
 
@@ -71,8 +76,12 @@ def main(argv: Sequence[str]) -> int:
         return 2
     facts = {"device": device.name, "backend": device.backend}
     findings = [finding for each, case in cases.items() for finding in checking.check(each, case, _show(options.json))]
+    data = report.as_data(findings, warnings, facts)
+    if options.report:
+        atomic.write_text(options.report / run_report.FILE, json.dumps(data, indent=1) + "\n")
+        atomic.write_text(options.report / run_report.PAGE, report.as_html(data))
     if options.json:
-        print(report.as_json(findings, warnings, facts))
+        print(json.dumps(data, indent=1))
     else:
         print(f"\ntorch {torch.__version__}, device {device.name}, backend {device.backend}\n")
         print(report.text(findings, warnings))

@@ -3,45 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import time
 import unittest
 from collections.abc import Callable
 from typing import Any
 
 from torch_fsdp_tests.models import ModelTestCase
-from torch_fsdp_tests.verdict import RankResult, State, Verdict, by_cause, in_one_line
-
-
-class Kind(enum.Enum):
-    """How a configuration ended. The value is its letter in the table."""
-
-    PASSED = "."
-    SKIPPED = "-"
-    KNOWN = "k"
-    LIMIT = "l"
-    MISMATCH = "M"
-    RAISED = "E"
-    HUNG = "H"
-    DIED = "D"
-    FAILS_WITHOUT_FSDP = "P"
-
-    @property
-    def is_bad(self) -> bool:
-        return self.value.isupper()
-
-
-WORDS = {
-    Kind.PASSED: "equals the plain model",
-    Kind.SKIPPED: "skipped",
-    Kind.KNOWN: "shows the known defect that the case names",
-    Kind.LIMIT: "raises as the case says",
-    Kind.MISMATCH: "differs from the plain model",
-    Kind.RAISED: "raises",
-    Kind.HUNG: "hangs",
-    Kind.DIED: "a rank dies",
-    Kind.FAILS_WITHOUT_FSDP: "raises without FSDP too",
-}
+from torch_fsdp_tests.models.explaining import Explanation
+from torch_fsdp_tests.verdict import State, Verdict, in_one_line
+from torch_fsdp_tests.verdict.of_configuration import Kind, kind_of, reason_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +25,7 @@ class Finding:
     reason: str = ""
     text: str = ""  # the tracebacks
     alone: str = ""  # which of its options fail alone, in words
+    explained: tuple[Explanation, ...] = ()  # what may be the cause
 
 
 def check(model: str, case: type[ModelTestCase], show: Callable[[Finding], None]) -> list[Finding]:
@@ -100,12 +71,10 @@ class _Result(unittest.TestResult):
 
     def _add_bad(self, test: unittest.TestCase, error: BaseException) -> None:
         verdict = getattr(error, "verdict", None) or Verdict(State.ERROR, in_one_line(error))
-        first = next(iter(by_cause(verdict.ranks)), None)
-        kind = Kind.RAISED if first is None else _kind(verdict.outcome, first)
-        reason = verdict.reason if first is None else _reason(first)
-        self._add(test, kind, reason, str(error), getattr(error, "alone", ""))
+        kind, reason = kind_of(verdict.outcome, verdict.ranks), reason_of(verdict.reason, verdict.ranks)
+        self._add(test, kind, reason, str(error), getattr(error, "alone", ""), (*getattr(error, "explained", ()),))
 
-    def _add(self, test: unittest.TestCase, kind: Kind, *words: str) -> None:
+    def _add(self, test: unittest.TestCase, kind: Kind, *words: Any) -> None:
         finding = Finding(self._model, _configuration(test), kind, time.perf_counter() - self._began, *words)
         self.findings.append(finding)
         self._show(finding)
@@ -113,18 +82,3 @@ class _Result(unittest.TestResult):
 
 def _configuration(test: unittest.TestCase) -> str:
     return test.id().rpartition(".")[2].removeprefix("test_")
-
-
-def _reason(first: RankResult) -> str:
-    """The sentence of our own exceptions; the last line of DCP's, which has the cause; and else what happened."""
-    if first.exception == "CheckpointException":
-        return first.text.rstrip().rpartition("\n")[2]
-    return first.message if first.exception in ("Mismatch", "FailsWithoutFSDP") else first.in_one_line()
-
-
-def _kind(state: State, first: RankResult) -> Kind:
-    """The kind of a failure. ``first`` is the rank that caused it."""
-    by_state = {State.TIMED_OUT: Kind.HUNG, State.CRASHED: Kind.DIED, State.FAILED: Kind.MISMATCH}
-    if first.exception == "FailsWithoutFSDP":
-        return Kind.FAILS_WITHOUT_FSDP
-    return by_state.get(state, Kind.RAISED)

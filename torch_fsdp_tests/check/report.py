@@ -1,24 +1,19 @@
-"""The table of a check, and what is known about each failure, as text and JSON."""
+"""The table of a check, and what is known about each failure, as text, data and HTML."""
 
 from __future__ import annotations
 
-import functools
-import itertools
-import json
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from torch_fsdp_tests.check.checking import WORDS, Finding, Kind
-from torch_fsdp_tests.defects import limits
-from torch_fsdp_tests.defects.command import find
-from torch_fsdp_tests.defects.registry import NO_WORKAROUND, Answer, Defect
+from torch_fsdp_tests.check.checking import Finding
+from torch_fsdp_tests.dispatch import models_table, page
 from torch_fsdp_tests.verdict import plural
+from torch_fsdp_tests.verdict.of_configuration import WORDS, Kind
 
 PROGRAM = "python -m torch_fsdp_tests.check"
-_MOST = 2  # known defects that are named for one failure
 
 
 def text(findings: Sequence[Finding], warnings: Mapping[str, Sequence[object]]) -> str:
@@ -44,13 +39,10 @@ def _paragraph(finding: Finding) -> Iterator[str]:
     yield f"{finding.kind.value} {finding.model} {finding.configuration}: {finding.reason}"
     if finding.alone:
         yield f"    {finding.alone}"
-    for limit in limits.explaining(finding.text)[:1]:
-        yield f"    limit: {limit.means}"
-        yield f"    what to do: {limit.advice}"
-    for defect in explaining(finding):
-        yield f"    known: {defect.headline}"
-        if defect.workaround != NO_WORKAROUND:
-            yield f"    workaround: {defect.workaround}"
+    for cause in finding.explained:
+        yield f"    {cause.kind}: {cause.means}"
+        if cause.advice:
+            yield f"    what to do: {cause.advice}"
     yield f"    repeat: {repeat_command(finding)}"
 
 
@@ -66,16 +58,7 @@ def repeat_command(finding: Finding) -> str:
     return f"{PROGRAM} {shlex.quote(finding.model)} --only {finding.configuration}"
 
 
-@functools.cache
-def explaining(finding: Finding) -> tuple[Defect, ...]:
-    """The known defects of the installed PyTorch that raise such an error. A mismatch has no traceback of torch."""
-    if finding.kind is not Kind.RAISED:
-        return ()
-    present = (defect for defect in find.fitting(finding.text) if defect.expected_here() is not Answer.ABSENT)
-    return tuple(itertools.islice(present, _MOST))
-
-
-def as_json(findings: Iterable[Finding], warnings: Mapping[str, Sequence[object]], facts: Mapping[str, str]) -> str:
+def as_data(findings: Iterable[Finding], warnings: Mapping[str, Sequence[object]], facts: Mapping[str, str]) -> Any:
     """The report for programs, with the tracebacks."""
     models: dict[str, dict[str, Any]] = {
         model: {"warnings": [str(each) for each in some], "configurations": {}} for model, some in warnings.items()
@@ -86,9 +69,16 @@ def as_json(findings: Iterable[Finding], warnings: Mapping[str, Sequence[object]
             "seconds": round(finding.seconds, 3),
             "reason": finding.reason,
             "alone": finding.alone,
-            "limits": [limit.id for limit in limits.explaining(finding.text)[:1]],
-            "defects": [defect.id for defect in explaining(finding)],
+            "explained": [cause._asdict() for cause in finding.explained],
             "repeat": repeat_command(finding),
             "text": finding.text,
         }
-    return json.dumps({"version": 1, "torch": torch.__version__, **facts, "models": models}, indent=1)
+    return {"version": 1, "torch": torch.__version__, **facts, "models": models}
+
+
+def as_html(data: Mapping[str, Any]) -> str:
+    """One page with what :func:`as_data` returns."""
+    title = f"FSDP of torch {data['torch']} on {data['device']} with {data['backend']}"
+    return page.document(
+        title, [f"<div class=kind>check of models</div><h1>{page.text(title)}</h1>", models_table.html(data["models"])]
+    )

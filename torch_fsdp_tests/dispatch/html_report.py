@@ -12,7 +12,7 @@ from typing import Any
 from torch_fsdp_tests.device import machine
 from torch_fsdp_tests.device.capabilities import CAPABILITIES
 from torch_fsdp_tests.dispatch import hosts as host_verdicts
-from torch_fsdp_tests.dispatch import page
+from torch_fsdp_tests.dispatch import models_table, page
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.features import features_of
 from torch_fsdp_tests.dispatch.file_result import EndKind, ProcessEnd
@@ -505,6 +505,7 @@ def render(data: Mapping[str, Any]) -> str:
     parts = [
         Section("Features", _features(data)),
         Section("Capabilities", _capabilities(data)),
+        Section("Models", models_table.html(models_table.of_run(tests_in(data)))),
         Section("Fixed defects", defects_table(data["fixed_defects"]), has_items=True),
         Section("Failures", _failures(data), present["failed"], has_items=True),
         Section("Hosts", _hosts(data)),

@@ -129,6 +129,7 @@ def _test(results: Results, file: FileResult, test: TestResult, flaky: bool) -> 
         "text": test.text,
         "ranks": [rank.to_json() for rank in test.ranks],
         "notes": list(test.notes),
+        "configuration": test.facts.get("configuration"),
         "repeat": repeat_command(results.run, part, facts, test) if test.outcome.is_bad else "",
     }
 

@@ -25,10 +25,11 @@ from torch_fsdp_tests.fsdp.references import of_all_ranks
 from torch_fsdp_tests.models import comparing, plain
 from torch_fsdp_tests.models.comparing import Tolerances, check_number, check_tensors
 from torch_fsdp_tests.models.configurations import COMBINED, Arithmetic, Configuration
+from torch_fsdp_tests.models.explaining import Explanation, explaining
 from torch_fsdp_tests.models.plain import PlainTraining, Tensors, Unit
 from torch_fsdp_tests.models.sharded import ShardedTraining, sharded
 from torch_fsdp_tests.ranks import RankGroup, RanksErred, RanksFailed, is_launched
-from torch_fsdp_tests.verdict import State, events
+from torch_fsdp_tests.verdict import State, Verdict, events
 
 __unittest = True
 
@@ -146,6 +147,8 @@ class ModelTestCase(FSDPTestContinuous):
     def _join_ranks(self, fn: Callable) -> None:
         configuration = self._configuration
         limit = self.limits.get(configuration.name)
+        facts: dict[str, Any] = {"name": configuration.name, "is_limit": limit is not None}
+        events.record(configuration=facts)
         try:
             self._run_in_phases(configuration, "test")
         except (RanksFailed, RanksErred) as error:
@@ -153,7 +156,9 @@ class ModelTestCase(FSDPTestContinuous):
                 return
             if configuration.name in self.known_defects:
                 raise
-            raise self._explained(error, configuration) from None
+            alone, causes = self._in_words(error.verdict, configuration), explaining(error.verdict)
+            events.record(configuration={**facts, "alone": alone, "explained": [cause._asdict() for cause in causes]})
+            raise _explained(error, alone, causes) from None
         if limit is not None:
             self.fail(f"torch does not raise {limit!r} any more: remove the limit from {type(self).__name__}")
 
@@ -170,18 +175,10 @@ class ModelTestCase(FSDPTestContinuous):
             cls._ensure_ranks(world_size)
             self._run_in_ranks(f"resume_{configuration.name}")
 
-    def _explained(self, error: RanksFailed | RanksErred, configuration: Configuration) -> Exception:
-        """The error, with the options that fail alone. A hang is not repeated."""
-        verdict = error.verdict
+    def _in_words(self, verdict: Verdict, configuration: Configuration) -> str:
+        """Which options of a configuration fail alone. A hang is not repeated."""
         if verdict.outcome is State.TIMED_OUT or not configuration.options:
-            return error
-        words = self._in_words(configuration)
-        explained = type(error)(dataclasses.replace(verdict, reason=f"{verdict.reason} ({words})"))
-        explained.args = (f"{verdict.in_full}\n{words}",)
-        explained.alone = words  # type: ignore[union-attr]
-        return explained
-
-    def _in_words(self, configuration: Configuration) -> str:
+            return ""
         interface, *single = configuration.alone()
         if not self._passes(interface):
             return f"{interface.name} fails without any option"
@@ -334,6 +331,17 @@ class ModelTestCase(FSDPTestContinuous):
         if tolerances.are_coarse:
             self.skipTest("the plain model is so inexact in bfloat16 that nothing can be compared")
         return reference, tolerances
+
+
+def _explained(error: RanksFailed | RanksErred, alone: str, causes: list[Explanation]) -> Exception:
+    """The error, with the options that fail alone and what may be the cause."""
+    verdict = error.verdict
+    reason = f"{verdict.reason} ({alone})" if alone else verdict.reason
+    explained: Any = type(error)(dataclasses.replace(verdict, reason=reason))
+    lines = [f"{cause.kind}: {cause.means}\n    what to do: {cause.advice or 'nothing is known'}" for cause in causes]
+    explained.args = ("\n".join(filter(None, [verdict.in_full, alone, *lines])),)
+    explained.alone, explained.explained = alone, causes
+    return explained
 
 
 class _Check:
