@@ -7,7 +7,7 @@ import re
 
 _OBJECT = {"object", "Generic", "Protocol"}  # bases that make no test case
 GENERATES = "ModelTestCase"  # a base that makes tests whose names the text does not have
-GENERATED = "test"  # stands for them
+GENERATED = "test"  # represents them
 # Bodies of three lines or more are irrelevant here, and are most of a file. Without them parsing is much faster.
 _BODY = re.compile(r"^([ \t]*)((?:async )?def \w+\([^\n]*:)\n(?:\1[ \t]+[^\n]*\n\n*){3,}", re.MULTILINE)
 
