@@ -164,11 +164,14 @@ class TestDummyModel(nn.Module):
 
 @dataclasses.dataclass
 class Training:
-    """A model, its optimizer, the parameters or groups given to the optimizer, and the iterations so far."""
+    """A model, its optimizer, the parameters or groups given to the optimizer, the ranks of the model, and the
+    iterations so far.
+    """
 
     model: nn.Module
     optim: torch.optim.Optimizer
     optim_input: list[Any] = dataclasses.field(default_factory=list)
+    group: Group = None
     iteration: int = 0
 
     def optim_argument(self, use_optim_input: bool) -> dict[str, Any]:
@@ -176,38 +179,25 @@ class Training:
         return {"optim_input": self.optim_input} if use_optim_input else {"optim": self.optim}
 
 
-@dataclasses.dataclass
-class Trio:
-    """A model whose state is saved, a model that loads it, and a plain model. All train on the same batches.
-
-    ``target`` is None on ranks that are not in its group.
-    """
-
-    source: Training
-    target: Training | None
-    reference: Training
-    group: Group = None  # the target's
-
-
 @dataclasses.dataclass(frozen=True)
 class Way:
     """A pair of FSDP functions: one saves optimizer state, the other converts it for another model's optimizer."""
 
     name: str
-    save: Callable[..., dict[str, Any]]  # of a training, with its group
-    convert: Callable[..., dict[str, Any]]  # a state, for a training, with its group
+    save: Callable[[Training], dict[str, Any]]
+    convert: Callable[[dict[str, Any], Training], dict[str, Any]]
     rank0_only: bool = False  # whether the other ranks save nothing
 
 
 def by_settings(settings: StateDictSettings) -> Way:
     """``optim_state_dict`` and ``optim_state_dict_to_load``, with these state dict settings."""
 
-    def save(training: Training, group: Group = None) -> dict[str, Any]:
+    def save(training: Training) -> dict[str, Any]:
         set_state_dict_type(training.model, settings)
-        return FSDP.optim_state_dict(training.model, training.optim, group=group)
+        return FSDP.optim_state_dict(training.model, training.optim, group=training.group)
 
-    def convert(osd: dict[str, Any], training: Training, group: Group = None) -> dict[str, Any]:
-        return FSDP.optim_state_dict_to_load(training.model, training.optim, osd, group=group)
+    def convert(osd: dict[str, Any], training: Training) -> dict[str, Any]:
+        return FSDP.optim_state_dict_to_load(training.model, training.optim, osd, group=training.group)
 
     return Way(str(settings), save, convert, getattr(settings.optim_state_dict_config, "rank0_only", False))
 
@@ -219,16 +209,16 @@ def by_full_state(use_optim_input: bool, scatter: bool = False) -> Way:
     With ``use_optim_input`` the functions get the optimizer's parameters instead of the optimizer.
     """
 
-    def save(training: Training, group: Group = None) -> dict[str, Any]:
+    def save(training: Training) -> dict[str, Any]:
         optim_input = training.optim_input if use_optim_input else None
-        return FSDP.full_optim_state_dict(training.model, training.optim, optim_input, group=group)
+        return FSDP.full_optim_state_dict(training.model, training.optim, optim_input, group=training.group)
 
-    def convert(osd: dict[str, Any], training: Training, group: Group = None) -> dict[str, Any]:
+    def convert(osd: dict[str, Any], training: Training) -> dict[str, Any]:
         optim = training.optim_argument(use_optim_input)
         if not scatter:
-            return FSDP.shard_full_optim_state_dict(broadcast(osd, group), training.model, **optim)
-        on_rank_0 = osd if dist.get_rank(group) == 0 else None
-        return FSDP.scatter_full_optim_state_dict(on_rank_0, training.model, group=group, **optim)
+            return FSDP.shard_full_optim_state_dict(broadcast(osd, training.group), training.model, **optim)
+        on_rank_0 = osd if dist.get_rank(training.group) == 0 else None
+        return FSDP.scatter_full_optim_state_dict(on_rank_0, training.model, group=training.group, **optim)
 
     return Way(f"full state, {use_optim_input=}, {scatter=}", save, convert, rank0_only=True)
 
@@ -236,10 +226,10 @@ def by_full_state(use_optim_input: bool, scatter: bool = False) -> Way:
 def by_shards() -> Way:
     """The older functions for a sharded optimizer state: each rank saves its shards and flattens them for a load."""
 
-    def save(training: Training, group: Group = None) -> dict[str, Any]:
-        return FSDP.sharded_optim_state_dict(training.model, training.optim, group=group)
+    def save(training: Training) -> dict[str, Any]:
+        return FSDP.sharded_optim_state_dict(training.model, training.optim, group=training.group)
 
-    def convert(osd: dict[str, Any], training: Training, group: Group = None) -> dict[str, Any]:
+    def convert(osd: dict[str, Any], training: Training) -> dict[str, Any]:
         return FSDP.flatten_sharded_optim_state_dict(osd, training.model, training.optim)
 
     return Way("shards", save, convert)
@@ -263,6 +253,10 @@ def full_with_orig_params(rank0_only: bool = False) -> StateDictSettings:
 def group_of(ranks: range) -> Group:
     """A new group of these ranks, or None, the default group, if these are all ranks. All ranks must call this."""
     return None if len(ranks) == dist.get_world_size() else dist.new_group(list(ranks))
+
+
+def every_second_rank() -> Group:
+    return group_of(range(0, dist.get_world_size(), 2))
 
 
 def broadcast(osd: dict[str, Any], group: Group = None) -> dict[str, Any]:
@@ -326,7 +320,7 @@ class OptimStateTest(FSDPTest):
         if wrap is not None:
             wrap(model, process_group=group, **fsdp_kwargs)
         optim_input = model.optim_input(use_multiple_param_groups, use_diff_optim_inputs and self.rank % 2 == 1)
-        return Training(model, torch.optim.Adam(optim_input, lr=0.01), optim_input)
+        return Training(model, torch.optim.Adam(optim_input, lr=0.01), optim_input, group)
 
     def _loss(self, model: nn.Module, iteration: int, rank: int, size: int) -> torch.Tensor:
         """The mean loss over this rank's rows of the batch. Each of the ``size`` ranks has the same number of rows."""
@@ -338,12 +332,12 @@ class OptimStateTest(FSDPTest):
         rows = normal(seed, BATCH, model.features).chunk(size)[rank].to(self.device)
         return model(rows).sum() / len(rows)
 
-    def _train(self, training: Training, iterations: int = 1, group: Group = None) -> list[torch.Tensor]:
+    def _train(self, training: Training, iterations: int = 1) -> list[torch.Tensor]:
         """Train an FSDP model on this rank's rows, or a plain model on all rows. Returns the losses.
 
         Gradients of parameters outside FSDP instances are averaged here, because FSDP does not reduce them.
         """
-        model, instances = training.model, FSDP.fsdp_modules(training.model)
+        model, instances, group = training.model, FSDP.fsdp_modules(training.model), training.group
         rank, size = (dist.get_rank(group), dist.get_world_size(group)) if instances else (0, 1)
         managed = {param for instance in instances for param in instance.parameters()}
         losses = []
@@ -360,11 +354,13 @@ class OptimStateTest(FSDPTest):
         check_losses(losses)
         return losses
 
-    def _train_both(self, run: Training, reference: Training, iterations: int) -> None:
-        """Train both, and compare their parameters."""
-        self._train(run, iterations)
-        self._train(reference, iterations)
-        self.assertEqual(full_parameters(run.model), dict(reference.model.named_parameters()))
+    def _train_alike(self, plain: Training, *wrapped: Training | None, iterations: int = 1) -> None:
+        """Train all models that this rank has. The wrapped ones must get the parameters of the plain one."""
+        self._train(plain, iterations)
+        for each in wrapped:
+            if each is not None:
+                self._train(each, iterations)
+                self.assertEqual(full_parameters(each.model), dict(plain.model.named_parameters()))
 
     def _check_same_osd(self, found: dict[str, Any], wanted: dict[str, Any], **tolerance: Any) -> None:
         """Both optimizer state dicts must have the same states and parameter groups."""

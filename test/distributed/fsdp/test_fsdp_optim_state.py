@@ -16,6 +16,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,7 @@ from torch_fsdp_tests.common_fsdp import DEVICEInitMode, FSDPInitMode, Transform
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.internals import checkpoint_wrapping, sharded_tensors
-from torch_fsdp_tests.fsdp.references import average, full_parameters
+from torch_fsdp_tests.fsdp.references import average
 from torch_fsdp_tests.installed_torch import torch_facts, torch_names
 from torch_fsdp_tests.perturb import unperturbed
 
@@ -58,15 +59,14 @@ from distributed.fsdp.optim_states import (
     OptimStateTest,
     TestDummyModel,
     Training,
-    Trio,
     Way,
     broadcast,
     by_full_state,
     by_settings,
     by_shards,
+    every_second_rank,
     full_with_orig_params,
     gathered,
-    group_of,
     load_into,
     moments_of,
     set_state_dict_type,
@@ -77,6 +77,11 @@ optimizers = torch_names.module("torch.distributed.optim")
 
 MANY_GROUPS = parametrize("use_multiple_param_groups", [False, True])
 TYPES = parametrize("state_dict_type", [FULL, SHARDED])
+# All that can differ between the model that loads and the one that saved, except for its ranks.
+OTHER = {"use_multiple_param_groups": True, "wrap_alt": True, "use_diff_optim_inputs": True}
+
+# One whose state is saved; one that loads it, or None on ranks outside its group; and one without FSDP.
+Models: TypeAlias = "tuple[Training, Training | None, Training]"
 
 
 def live_storages() -> dict[int, torch.UntypedStorage]:
@@ -90,84 +95,54 @@ def live_storages() -> dict[int, torch.UntypedStorage]:
 class TestFSDPOptimState(OptimStateTest):
     power_of_two_ranks = True
 
-    HALVED = {
-        "halve_world_size": True,
-        "use_multiple_param_groups": True,
-        "wrap_alt": True,
-        "use_diff_optim_inputs": True,
-    }
-
-    def _init_transformer_model(self, mode: FSDPInitMode, group: Group = None) -> Training:
-        model = TransformerWithSharedParams.init(
-            group or self.process_group,
-            mode,
-            DEVICEInitMode.DEVICE_BEFORE,
-            deterministic=True,
-            add_bn=False,  # its statistics would depend on the batch, and each rank has only a part of it
-        )
-        params = list(model.parameters())
-        # The gradient of the attention's key bias is only rounding errors. A smaller eps would enlarge them.
-        return Training(model, torch.optim.Adam(params, lr=0.01, eps=1e-3), params)
-
-    # Loading into another model
-
-    def _target_ranks(self, halve_world_size: bool) -> tuple[bool, Group]:
-        """Whether this rank has the target, and the group of those that have it: all ranks, or every second one."""
-        every = 2 if halve_world_size else 1
-        return self.rank % every == 0, group_of(range(0, self.world_size, every))
-
-    def _nested(
-        self,
-        halve_world_size: bool = False,
-        wrap_alt: bool = False,
-        use_multiple_param_groups: bool = False,
-        **target_kwargs: bool,
-    ) -> Trio:
-        """Nested models. ``target_kwargs`` are for the second one only."""
-        groups = {"use_multiple_param_groups": use_multiple_param_groups}
-        source, reference = self._init_nested_model(NestedModel.wrap, **groups), self._init_nested_model(None, **groups)
-        has_target, group = self._target_ranks(halve_world_size)
-        if not has_target:
-            return Trio(source, None, reference)
+    def _nested_models(
+        self, group: Group = None, wrap_alt: bool = False, use_multiple_param_groups: bool = False, **kwargs: bool
+    ) -> Models:
+        """``wrap_alt`` and ``kwargs`` are for the second one only."""
+        init = functools.partial(self._init_nested_model, use_multiple_param_groups=use_multiple_param_groups)
         wrap = NestedModel.wrap_alt if wrap_alt else NestedModel.wrap
-        return Trio(source, self._init_nested_model(wrap, group, **groups, **target_kwargs), reference, group)
+        loading = init(wrap, group, **kwargs) if dist.get_rank(group) >= 0 else None
+        return init(NestedModel.wrap), loading, init(None)
 
-    def _transformers(self, halve_world_size: bool = False) -> Trio:
-        init, in_fsdp = self._init_transformer_model, FSDPInitMode.RECURSIVE
-        has_target, group = self._target_ranks(halve_world_size)
-        return Trio(init(in_fsdp), init(in_fsdp, group) if has_target else None, init(FSDPInitMode.NO_FSDP), group)
+    def _transformers(self, group: Group = None) -> Models:
+        def init(mode: FSDPInitMode, group: Group = None) -> Training:
+            model = TransformerWithSharedParams.init(
+                group or self.process_group,
+                mode,
+                DEVICEInitMode.DEVICE_BEFORE,
+                deterministic=True,
+                add_bn=False,  # its statistics would depend on the batch, and each rank has only a part of it
+            )
+            params = list(model.parameters())
+            # The gradient of the attention's key bias is only rounding errors. A smaller eps would enlarge them.
+            return Training(model, torch.optim.Adam(params, lr=0.01, eps=1e-3), params, group)
 
-    def _train_all(self, models: Trio, iterations: int) -> None:
-        """Train the models, and compare the target's parameters with the reference's."""
-        self._train(models.source, iterations)
-        self._train(models.reference, iterations)
-        if models.target is not None:
-            self._train(models.target, iterations, models.group)
-            expected = dict(models.reference.model.named_parameters())
-            self.assertEqual(full_parameters(models.target.model), expected)
+        loading = init(FSDPInitMode.RECURSIVE, group) if dist.get_rank(group) >= 0 else None
+        return init(FSDPInitMode.RECURSIVE), loading, init(FSDPInitMode.NO_FSDP)
 
-    def _test_load_optim_state(self, models: Trio, ways: Sequence[Way]) -> None:
-        """In each way, save the source's state and load it into the target. Then all models train alike.
+    def _check_load(self, models: Models, ways: Sequence[Way]) -> None:
+        """In each way, load the state of the first model into the second one. Then all models train alike.
 
-        Both that state and the target's own one, saved and converted, must equal the state that the target has.
+        Both that state and the second model's own one, saved and converted, must equal the state that it has.
         """
-        self._train_all(models, 3)
+        saving, loading, plain = models
+        self._train_alike(plain, saving, loading, iterations=3)
         for way in ways:
             with self.subTest(way=way.name):
-                saved = way.save(models.source)
-                self._check_saved(saved, models.reference, rank0_only=way.rank0_only)
-                if (target := models.target) is not None:
-                    own = way.save(target, models.group)
-                    self._check_saved(own, models.reference, models.group, way.rank0_only)
-                    expected = copy.deepcopy(target.optim.state_dict())
-                    self._check_same_osd(way.convert(own, target, models.group), expected, rtol=0, atol=0)
-                    converted = way.convert(saved, target, models.group)
+                saved = way.save(saving)
+                self._check_saved(saved, plain, rank0_only=way.rank0_only)
+                if loading is not None:
+                    expected = copy.deepcopy(loading.optim.state_dict())
+                    own = way.save(loading)
+                    self._check_saved(own, plain, loading.group, way.rank0_only)
+                    self._check_same_osd(way.convert(own, loading), expected, rtol=0, atol=0)
+                    converted = way.convert(saved, loading)
                     # The state of parameters that are not in FSDP here is unchanged, even if it was saved in shards.
-                    converted["state"] = gathered(converted["state"], models.group)
+                    converted["state"] = gathered(converted["state"], loading.group)
                     self._check_same_osd(converted, expected)
-                    load_into(target.optim, converted)
-                self._train_all(models, 1)
-        self._train_all(models, 2)
+                    load_into(loading.optim, converted)
+                self._train_alike(plain, saving, loading)
+        self._train_alike(plain, saving, loading, iterations=2)
 
     # Saving
 
@@ -294,15 +269,15 @@ class TestFSDPOptimState(OptimStateTest):
     @parametrize("wrap_alt", [False, True])
     @parametrize("use_diff_optim_inputs", [False, True])
     def test_shard_full_optim_state_dict_nested(self, **config):
-        self._test_load_optim_state(self._nested(**config), SHARD_FULL)
+        self._check_load(self._nested_models(**config), SHARD_FULL)
 
     @requires_world_size(4, least=2)
     def test_shard_full_optim_state_dict_nested_halve_world_size(self):
-        self._test_load_optim_state(self._nested(**self.HALVED), SHARD_FULL)
+        self._check_load(self._nested_models(every_second_rank(), **OTHER), SHARD_FULL)
 
     @requires_world_size(4, least=2)
     def test_shard_full_optim_state_dict_transformer(self):
-        self._test_load_optim_state(self._transformers(halve_world_size=True), SHARD_FULL)
+        self._check_load(self._transformers(every_second_rank()), SHARD_FULL)
 
     # Full state on rank 0, scattered
 
@@ -311,15 +286,15 @@ class TestFSDPOptimState(OptimStateTest):
     @parametrize("wrap_alt", [False, True])
     @parametrize("use_diff_optim_inputs", [False, True])
     def test_scatter_full_optim_state_dict_nested(self, **config):
-        self._test_load_optim_state(self._nested(**config), SCATTER_FULL)
+        self._check_load(self._nested_models(**config), SCATTER_FULL)
 
     @requires_world_size(4, least=2)
     def test_scatter_full_optim_state_dict_nested_halve_world_size(self):
-        self._test_load_optim_state(self._nested(**self.HALVED), SCATTER_FULL)
+        self._check_load(self._nested_models(every_second_rank(), **OTHER), SCATTER_FULL)
 
     @requires_world_size(4, least=2)
     def test_scatter_full_optim_state_dict_transformer(self):
-        self._test_load_optim_state(self._transformers(halve_world_size=True), SCATTER_FULL)
+        self._check_load(self._transformers(every_second_rank()), SCATTER_FULL)
 
     # Sharded state
 
@@ -328,20 +303,20 @@ class TestFSDPOptimState(OptimStateTest):
         # LOCAL_STATE_DICT, documented as not supported yet for optimizers, works like shards.
         local = StateDictSettings(StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig(), LocalOptimStateDictConfig())
         ways = [by_shards(), by_settings(SHARDS), by_settings(local)]
-        self._test_load_optim_state(self._nested(wrap_alt=True), ways)
+        self._check_load(self._nested_models(wrap_alt=True), ways)
 
     @skip_if_lt_x_gpu(2)
     def test_flatten_sharded_optim_state_dict_transformer(self):
-        self._test_load_optim_state(self._transformers(), [by_shards(), by_settings(SHARDS)])
+        self._check_load(self._transformers(), [by_shards(), by_settings(SHARDS)])
 
     @requires_world_size(4)
     def test_sharded_state_in_a_group_of_its_own(self):
         """The ranks of a group save the state of their model, while the other ranks have none."""
-        reference, group = self._init_nested_model(None), group_of(range(0, self.world_size, 2))
+        reference, group = self._init_nested_model(None), every_second_rank()
         self._train(reference, 3)
         if self.rank % 2 == 0:
             run = self._init_nested_model(NestedModel.wrap, group)
-            self._train(run, 3, group)
+            self._train(run, 3)
             self._check_saved(FSDP.sharded_optim_state_dict(run.model, run.optim, group=group), reference, group)
 
     @requires_world_size(4)
@@ -362,16 +337,16 @@ class TestFSDPOptimState(OptimStateTest):
             offsets = [[self.rank * rows, *(0 for _ in shape[1:])]] * (mine > 0)
             self.assertEqual([shard.metadata.shard_offsets for shard in state.local_shards()], offsets, may_be="empty")
             self.assertEqual(state.size(), shape)
-        self._test_load_optim_state(self._nested(use_diff_optim_inputs=True), [by_settings(SHARDS)])
+        self._check_load(self._nested_models(use_diff_optim_inputs=True), [by_settings(SHARDS)])
 
     @requires_world_size(4, least=2)
     @subtests(halve_world_size=[True, False], wrap_alt=[True, False])
     def test_use_orig_params(self, halve_world_size, wrap_alt):
         """Save from a model with flat parameters and load into one with ``use_orig_params=True``."""
         settings = [full_with_orig_params(rank0_only) for rank0_only in (False, True)]
-        models = self._nested(halve_world_size, wrap_alt, use_orig_params=True)
+        models = self._nested_models(every_second_rank() if halve_world_size else None, wrap_alt, use_orig_params=True)
         ways = [by_settings(each) for each in (settings if halve_world_size else [*settings, SHARDS])]
-        self._test_load_optim_state(models, ways)
+        self._check_load(models, ways)
 
     # Parameters outside FSDP, and other keys
 
@@ -426,7 +401,7 @@ class TestFSDPOptimState(OptimStateTest):
         """With numbers in place of names, an optimizer without FSDP loads FSDP's state."""
         groups, full = {"use_multiple_param_groups": use_multiple_param_groups}, state_dict_type is FULL
         run, plain = self._init_nested_model(NestedModel.wrap, **groups), self._init_nested_model(None, **groups)
-        self._train_both(run, plain, 3)
+        self._train_alike(plain, run, iterations=3)
         for use_optim_input in [False, True] if full else [False]:
             with self.subTest(use_optim_input=use_optim_input):
                 osd = (by_full_state(use_optim_input) if full else by_shards()).save(run)
@@ -439,14 +414,14 @@ class TestFSDPOptimState(OptimStateTest):
                 osd["state"] = gathered(osd["state"])
                 self._check_same_osd(osd, plain.optim.state_dict())
                 load_into(plain.optim, osd)
-                self._train_both(run, plain, 1)
-        self._train_both(run, plain, 2)
+                self._train_alike(plain, run)
+        self._train_alike(plain, run, iterations=2)
 
     @skip_if_lt_x_gpu(2)
     def test_rekey_optim_state_dict_to_names(self):
         """With names in place of numbers, FSDP shards the state of an optimizer without FSDP."""
         run, plain = self._init_nested_model(NestedModel.wrap), self._init_nested_model(None)
-        self._train_both(run, plain, 3)
+        self._train_alike(plain, run, iterations=3)
         for use_optim_input in (False, True):
             with self.subTest(use_optim_input=use_optim_input):
                 osd = FSDP.rekey_optim_state_dict(
@@ -459,8 +434,8 @@ class TestFSDPOptimState(OptimStateTest):
                 osd = FSDP.shard_full_optim_state_dict(osd, run.model, **run.optim_argument(use_optim_input))
                 self._check_same_osd(osd, run.optim.state_dict())
                 load_into(run.optim, osd)
-                self._train_both(run, plain, 1)
-        self._train_both(run, plain, 2)
+                self._train_alike(plain, run)
+        self._train_alike(plain, run, iterations=2)
 
     @skip_if_lt_x_gpu(2)
     def test_optim_input_warning(self):

@@ -109,8 +109,8 @@ class TestFSDPOptimState(OptimStateTest):
             path, orig = os.path.join(self.temp_dir, str(number)), number % 2 == 1
             if self.rank < saved_by:
                 run = self._init_two_blocks(orig, groups[saved_by])
-                self._train(run, 3, groups[saved_by])
-                state = self._state_on_disk(run, settings, orig, groups[saved_by])
+                self._train(run, 3)
+                state = self._state_on_disk(run, settings, orig)
                 dcp.save(state, checkpoint_id=path, process_group=groups[saved_by])
             dist.barrier()
             for also_orig, loaded_by in enumerate([4, 2, 1] if saved_by == 4 else [4]):
@@ -125,18 +125,16 @@ class TestFSDPOptimState(OptimStateTest):
             # Offload only without use_orig_params: both options are independent, so not all combinations are needed.
             offload = CPUOffload(not use_orig_params)
             model.wrap(use_orig_params=use_orig_params, cpu_offload=offload, process_group=group)
-        return Training(model, torch.optim.Adam(model.parameters(), lr=0.01))
+        return Training(model, torch.optim.Adam(model.parameters(), lr=0.01), group=group)
 
-    def _state_on_disk(
-        self, run: Training, settings: StateDictSettings, use_orig_params: bool, group: Group
-    ) -> dict[str, Any]:
+    def _state_on_disk(self, run: Training, settings: StateDictSettings, use_orig_params: bool) -> dict[str, Any]:
         settings = copy.deepcopy(settings)
         offload, has_copies = not use_orig_params, accelerator.current().has("device_memory")
         settings.optim_state_dict_config.offload_to_cpu = offload
         # On the CPU, offloading a full state dict does not copy the unsharded tensors, whose memory is then freed.
         settings.state_dict_config.offload_to_cpu = offload and (settings.state_dict_type is SHARDED or has_copies)
         set_state_dict_type(run.model, settings)
-        osd = FSDP.optim_state_dict(run.model, run.optim, group=group)
+        osd = FSDP.optim_state_dict(run.model, run.optim, group=run.group)
         # Without parameter groups; test_load_where_a_rank_has_no_rows says why.
         return {"model": run.model.state_dict(), "optim": osd.get("state", {})}
 
@@ -154,9 +152,9 @@ class TestFSDPOptimState(OptimStateTest):
         self._train(reference, 3)
         run = self._init_two_blocks(use_orig_params, group)
         run.iteration = 50  # a step on another batch, which the load must undo
-        self._train(run, 1, group)
+        self._train(run, 1)
         self.assertNotEqual(full_parameters(run.model), dict(reference.model.named_parameters()))
-        state = self._state_on_disk(run, settings, use_orig_params, group)
+        state = self._state_on_disk(run, settings, use_orig_params)
         dcp.load(state, checkpoint_id=path, process_group=group)
         run.model.load_state_dict(state["model"])
         osd = FSDP.optim_state_dict(run.model, run.optim, group=group)
@@ -165,7 +163,7 @@ class TestFSDPOptimState(OptimStateTest):
         osd = FSDP.optim_state_dict(run.model, run.optim, group=group)
         self._check_saved(osd, reference, group, by_settings(settings).rank0_only)
         run.iteration = reference.iteration
-        self._train(run, 3, group)
+        self._train(run, 3)
         self._train(reference, 3)
         self.assertEqual(full_parameters(run.model), dict(reference.model.named_parameters()), exact_device=False)
 
@@ -210,7 +208,7 @@ class TestFSDPOptimState(OptimStateTest):
         # The root is also wrapped, because parameters outside FSDP would be loaded in place.
         model = FSDP(self._init_nested_model(NestedModel.wrap).model)
         run, reference = Training(model, torch.optim.Adam(model.parameters(), lr=0.01)), self._init_nested_model(None)
-        self._train_both(run, reference, 3)
+        self._train_alike(reference, run, iterations=3)
         set_state_dict_type(model, SHARDS)
 
         def state() -> dict[str, Any]:
@@ -251,7 +249,7 @@ class TestFSDPOptimState(OptimStateTest):
                 dcp.load(state(), checkpoint_id=path)
         self._check_same_osd(run.optim.state_dict(), before[0], rtol=0, atol=0)
         self.assertEqual(full_parameters(run.model), before[1], rtol=0, atol=0)
-        self._train_both(run, reference, 3)
+        self._train_alike(reference, run, iterations=3)
 
 
 if __name__ == "__main__":
