@@ -55,14 +55,10 @@ PERTURBATIONS = {
     "dcp": "dcp.save and dcp.load of model and optimizer",
     "unshard": "unshard() and reshard() of each module, or summon_full_params",
     "to": "a conversion of the model to its own device and dtype",
-    "freeze": "requires_grad_(False) and requires_grad_(True) of all parameters",
     "clip": "clipping of the gradients to a norm that they do not have",
-    "zero_grad": "zero_grad() before the first forward",
     "full_tensor": "full_tensor() of each parameter and gradient",
     "exception": "an exception in forward, caught",
     "context": "an exception inside no_sync and summon_full_params, caught",
-    "collect": "a garbage collection",
-    "sleep": "a rank that sleeps for some milliseconds",
 }
 
 

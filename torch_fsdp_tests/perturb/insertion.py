@@ -1,7 +1,7 @@
 """Where perturbations are inserted.
 
-The places are before each outermost forward of a training loop (so also between microbatches), after it, and before and
-after each optimizer step. Nothing is inserted where a test could tell: while a ``mock.patch`` is active, under a
+The places are before each outermost forward of a training loop (so also between microbatches), and before and after
+each optimizer step. Nothing is inserted where a test could tell: while a ``mock.patch`` is active, under a
 mode of torch (such as ``CommDebugMode``), a profiler, ``torch.compile`` or a transform, inside a backward or a
 checkpointed forward, into a model that only some ranks have, and in a test that is declared as unperturbed. A kind that
 calls forward leaves out models whose forward a test may watch.
@@ -87,8 +87,6 @@ class Session:
             self._running.pop()
         root.calls += 1
         root.pending += trains
-        if trains and self.may_insert():
-            self._insert(InsertionPoint.AFTER_FORWARD, module)
         return output
 
     def after_backward(self) -> None:

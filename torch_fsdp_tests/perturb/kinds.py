@@ -6,10 +6,8 @@ import contextlib
 import copy
 import dataclasses
 import enum
-import gc
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,19 +33,16 @@ from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.installed_torch import torch_facts
 from torch_fsdp_tests.installed_torch.torch_names import groups_of_state
 
-SLEEP = 0.005  # seconds of a rank that sleeps
 FAR = 1e30  # a norm that no gradients have
 
 
 class InsertionPoint(enum.Enum):
     BEFORE_FORWARD = "before forward"
-    AFTER_FORWARD = "after forward"
     BEFORE_STEP = "before the step after forward"
     AFTER_STEP = "after the step after forward"
 
 
-EVERYWHERE = frozenset(InsertionPoint)
-BETWEEN = EVERYWHERE - {InsertionPoint.AFTER_FORWARD}  # no graph of the training loop waits for its backward
+EVERYWHERE = frozenset(InsertionPoint)  # no graph of the training loop waits for its backward
 AROUND_STEP = frozenset({InsertionPoint.BEFORE_STEP, InsertionPoint.AFTER_STEP})
 
 
@@ -240,7 +235,7 @@ def _eval_mode(root: nn.Module) -> Iterator[None]:
 # --- Forwards ---------------------------------------------------------------------------------------------------------
 
 
-@_kind(BETWEEN, "torch.no_grad: computations are never recorded; nn.Module.eval: only some modules differ", can_run)
+@_kind(EVERYWHERE, "torch.no_grad: computations are never recorded; nn.Module.eval: only some modules differ", can_run)
 def eval_(subject: Subject) -> None:
     with _eval_mode(subject.root), torch.no_grad():
         subject.run()
@@ -252,7 +247,7 @@ def _can_infer(subject: Subject) -> bool:
     return not is_split and can_run(subject)
 
 
-@_kind(BETWEEN, "torch.inference_mode: like no_grad, with tensors that are not used in autograd later", _can_infer)
+@_kind(EVERYWHERE, "torch.inference_mode: like no_grad, with tensors that are not used in autograd later", _can_infer)
 def inference(subject: Subject) -> None:
     args, kwargs = subject.inputs()  # a DTensor that is no inference tensor cannot be copied in inference mode
     with _eval_mode(subject.root), torch.inference_mode():
@@ -349,7 +344,7 @@ def _has_contexts(subject: Subject) -> bool:
     return subject.api == "ddp" or (subject.api == "fsdp1" and bool(root._is_root))
 
 
-@_kind(BETWEEN, "no_sync and summon_full_params are contexts: their end undoes them", _has_contexts)
+@_kind(EVERYWHERE, "no_sync and summon_full_params are contexts: their end undoes them", _has_contexts)
 def context(subject: Subject) -> None:
     root: Any = subject.root
     contexts = [root.no_sync]
@@ -378,7 +373,7 @@ def _gives_state_dicts(subject: Subject) -> bool:
     return bool(subject.params()) and (subject.api != "fsdp1" or bool(root.process_group._device_types))
 
 
-@_kind(BETWEEN, "nn.Module.state_dict returns references; FSDP.state_dict_type: types", _gives_state_dicts)
+@_kind(EVERYWHERE, "nn.Module.state_dict returns references; FSDP.state_dict_type: types", _gives_state_dicts)
 def state_dict(subject: Subject) -> Taken:
     root, taken = subject.root, []
     taken.append(root.state_dict())
@@ -397,7 +392,7 @@ def state_dict(subject: Subject) -> Taken:
     return Taken(taken)
 
 
-@_kind(BETWEEN, "get_model_state_dict and get_optimizer_state_dict change nothing", _gives_state_dicts)
+@_kind(EVERYWHERE, "get_model_state_dict and get_optimizer_state_dict change nothing", _gives_state_dicts)
 def dsd(subject: Subject) -> Taken:
     offload, full = divmod(subject.choose(4), 2)
     options = StateDictOptions(full_state_dict=bool(full), cpu_offload=bool(offload))
@@ -431,7 +426,7 @@ def _can_reload(subject: Subject) -> bool:
     return subject.has_states and _can_load(subject) and not is_wrapped
 
 
-@_kind(BETWEEN, "load_state_dict copies parameters; that of an optimizer replaces its state by copies", _can_load)
+@_kind(EVERYWHERE, "load_state_dict copies parameters; that of an optimizer replaces its state by copies", _can_load)
 def load(subject: Subject) -> None:
     subject.root.load_state_dict(_separate(subject.root.state_dict()))
     if subject.optimizer is not None and subject.api != "fsdp1":
@@ -477,7 +472,7 @@ def _is_sharded(subject: Subject) -> bool:
     return subject.api in ("fsdp1", "fsdp2")
 
 
-@_kind(BETWEEN, "FSDPModule.reshard frees what unshard made; summon_full_params without writeback", _is_sharded)
+@_kind(EVERYWHERE, "FSDPModule.reshard frees what unshard made; summon_full_params without writeback", _is_sharded)
 def unshard(subject: Subject) -> None:
     if subject.api == "fsdp1":
         with FSDP.summon_full_params(subject.root, writeback=False):
@@ -487,7 +482,7 @@ def unshard(subject: Subject) -> None:
         unit.reshard()
 
 
-@_kind(BETWEEN, "nn.Module.to converts to a device and dtype, here to their own")
+@_kind(EVERYWHERE, "nn.Module.to converts to a device and dtype, here to their own")
 def to(subject: Subject) -> None:
     if not all(group.is_sharded for group in subject.groups()):
         return  # their dtype is that of mixed precision
@@ -498,14 +493,6 @@ def to(subject: Subject) -> None:
     places = {(each.device, each.dtype) for each in tensors if each.is_floating_point() or each.is_complex()}
     if len(places) == 1:
         subject.root.to(*places.pop())
-
-
-@_kind(BETWEEN, "requires_grad_ changes whether autograd records the parameters, here for no operation")
-def freeze(subject: Subject) -> None:
-    params = [param for param in subject.root.parameters() if param.requires_grad and not param.is_inference()]
-    for value in (False, True):
-        for param in params:
-            param.requires_grad_(value)
 
 
 def _can_clip(subject: Subject) -> bool:
@@ -531,16 +518,7 @@ def clip(subject: Subject) -> None:
         torch.nn.utils.clip_grad_norm_(root.parameters(), FAR)
 
 
-def _is_first(subject: Subject) -> bool:
-    return not subject.forwards.calls and all(param.grad is None for param in subject.root.parameters())
-
-
-@_kind(frozenset({InsertionPoint.BEFORE_FORWARD}), "zero_grad resets gradients, of which there are none yet", _is_first)
-def zero_grad(subject: Subject) -> None:
-    subject.root.zero_grad()
-
-
-@_kind(BETWEEN, "DTensor.full_tensor returns a tensor of its own", lambda subject: subject.api == "fsdp2")
+@_kind(EVERYWHERE, "DTensor.full_tensor returns a tensor of its own", lambda subject: subject.api == "fsdp2")
 def full_tensor(subject: Subject) -> Taken:
     params = list(subject.root.parameters())
     tensors = [*params, *(param.grad for param in params if param.grad is not None)]
@@ -552,17 +530,3 @@ def _is_whole(tensor: DTensor) -> bool:
     """Whether this rank's shard is the full tensor, so that nothing has to be gathered."""
     sizes = [tensor.device_mesh.size(dim) for dim, each in enumerate(tensor.placements) if not each.is_replicate()]
     return all(size == 1 for size in sizes)
-
-
-# --- Beside the model -------------------------------------------------------------------------------------------------
-
-
-@_kind(EVERYWHERE, "gc.collect frees only what nothing refers to")
-def collect(subject: Subject) -> None:
-    gc.collect()
-
-
-@_kind(EVERYWHERE, "ranks need not arrive at the same time")
-def sleep(subject: Subject) -> None:
-    if subject.choose(dist.get_world_size()) == dist.get_rank():
-        time.sleep(SLEEP)
