@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import textwrap
 import unittest
 from typing import Any
 
@@ -100,23 +99,6 @@ class TestRecording(CommandCase):
             reached = reach_map.tests_of(f"torch.distributed.fsdp._common_utils.{name}")
             self.assertEqual([each.test for each in reached], tests)
         self.assertEqual({test.test: test.breadth for test in reach_map.tests}["TestProcesses.test_no_rank"], 0)
-
-    def test_classes_of_device_types_complete_a_map(self):
-        """The source has TestTyped.test_1, and the map TestTypedCPU.test_1_cpu."""
-        self.write({"a/test_x": body("pass")})
-        self.run_command("--save-map", self.map, **self.with_torch)
-        typed = """
-            def instantiate_device_type_tests(cls, scope):
-                del scope[cls.__name__]
-                scope["TestTypedCPU"] = type("TestTypedCPU", (unittest.TestCase,), {"test_1_cpu": cls.test_1})
-
-            instantiate_device_type_tests(TestTyped, globals())
-        """
-        self.write({"a/test_y": body("pass", name="TestTyped") + textwrap.dedent(typed)})
-        self.run_command("--map", self.map, "--save-map", self.map, **self.with_torch)
-        self.assertIn(f"1 test in 1 file are not in {self.map}\n", self.err)
-        self.assertNotIn("there is no such test", self.out)
-        self.assertIn("\n1 passed, 0 failed, 0 skipped\n", self.out)
 
     def test_what_a_map_does_not_know_completes_it(self):
         head = "from torch.distributed.fsdp._core import Unit, gather, shard\n"
