@@ -470,12 +470,6 @@ class TestChanges(SourcesCase):
         self.assertEqual(change.names, {f"{CORE}.shard"})
         self.assertRegex(change.remarks[0], "do not fit the installed torch/distributed/fsdp/_core.py")
 
-    def test_words_and_layout_of_a_diff_are_no_change(self):
-        change = self.change(self.diff(_core=("return 2", "# two\n\n        return (2)")))
-        (path,) = change.without_code
-        self.assertTrue(path.endswith("torch/distributed/fsdp/_core.py"))
-        self.assertEqual(change, Change(without_code=[path]))
-
     def test_a_hunk_that_fits_nowhere_counts_for_what_it_names(self):
         hunk = "@@ -{},2 +{},2 @@{}\n {}\n-never\n+ever\n"
         for start, header, line, names in (
