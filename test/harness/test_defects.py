@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from runs import ROOT, assert_rejected, outputs, run_beside
+from runs import ROOT, outputs, run_beside
 from sources import TESTS_OF_FSDP, trees
 
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, TestCase, run_tests
@@ -223,17 +223,6 @@ class TestCommand(TestCase):
         self.assertEqual(expected[0], "dtensor_reduction_of_empty_shard_hangs")
         self.assertEqual((status, [line.split()[0] for line in lines]), (0, expected))
         self.assertEqual(last, f"{len(expected)} known defects: 0 default, 0 common, {len(expected)} rare, 0 hardware")
-
-    def test_bad_arguments(self):
-        cases = {
-            ("fsdp2_divide_twice",): "there is no defect 'fsdp2_divide_twice': did you mean fsdp2_divides_twice",
-            ("zzz*",): "there is no defect 'zzz*': --list shows all",
-            ("--show", "nothing_like_it_zz"): "there is no defect 'nothing_like_it_zz'",
-            ("--component", "FSDP2,FSDP3"): "there is no component 'fsdp3'; there are FSDP2, DTensor, ",
-            ("--exposure", ""): "there is no exposure ''; there are default, common, rare, hardware",
-            (SHOWN, "--consequence", "hang"): "none of these defects has these kinds",
-        }
-        assert_rejected(self, main, cases.items())
 
     def test_issue(self):
         """The text for torch's issue tracker has all parts."""

@@ -389,6 +389,12 @@ class TestCommand(TestCase):
 
     def test_bad_arguments(self):
         cases = {
+            ("fsdp2_divide_twice",): "there is no defect 'fsdp2_divide_twice': did you mean fsdp2_divides_twice",
+            ("zzz*",): "there is no defect 'zzz*': --list shows all",
+            ("--show", "nothing_like_it_zz"): "there is no defect 'nothing_like_it_zz'",
+            ("--component", "FSDP2,FSDP3"): "there is no component 'fsdp3'; there are FSDP2, DTensor, ",
+            ("--exposure", ""): "there is no exposure ''; there are default, common, rare, hardware",
+            (SHOWN, "--consequence", "hang"): "none of these defects has these kinds",
             ("--using", "fsdp2,tensor"): "there is no feature 'tensor'; there are fsdp1, fsdp2, ",
             ("--using", ""): "there is no feature ''",
             ("--between", "2.15.0", "2.9.1"): "2.15 is not older than 2.9",
