@@ -296,10 +296,11 @@ def _accumulates(group: Any) -> bool:
 
 
 def _can_fail(subject: Subject) -> bool:
-    """FSDP2 documents how to go on, but only for a step that begins anew, because the reset drops gradients. FSDP1 has
-    no function that undoes what an exception leaves.
+    """FSDP2 documents how to go on, but only for a step that begins anew, because the reset drops gradients. FSDP1, and
+    DDP around FSDP2, have no function that undoes what an exception leaves.
     """
-    if subject.api == "fsdp1":
+    holds_fsdp2 = any(isinstance(module, FSDPModule) for module in subject.root.modules())
+    if subject.api == "fsdp1" or (subject.api == "ddp" and holds_fsdp2):
         return False
     if subject.api == "fsdp2":
         if not (subject.forwards.calls and hasattr(subject.root, "reset_iter_state")):
