@@ -46,7 +46,6 @@ FEW_RANKS = 2  # on the CPU, of a test for which a few ranks are enough
 PERTURBATIONS = {
     "eval": "a forward of the root in eval mode under no_grad",
     "inference": "the same under inference_mode",
-    "inner": "a forward of one inner module in eval mode under no_grad",
     "dropped": "a forward in training mode whose output is dropped",
     "state_dict": "state dicts of the root, of an inner module and of the optimizer, dropped",
     "dsd": "full and sharded state dicts of model and optimizer through DSD, dropped",

@@ -104,9 +104,6 @@ kept: list[torch.Tensor] = []
 BUGS: dict[str, Bug] = {
     "eval": group_drops("post_forward", lambda: not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()),
     "inference": group_drops("post_forward", torch.is_inference_mode_enabled),
-    "inner": lambda model: drops(
-        internals.fsdp2_state.FSDPState, "_root_pre_forward", lambda self, module, *args: not self._is_root
-    )(model),
     "dropped": group_drops("pre_forward", torch.is_grad_enabled),
     "state_dict": drops(nn.Module, "state_dict"),
     "dsd": lambda model: drops(internals.dsd._module, "_verify_options")(model),

@@ -42,11 +42,10 @@ class Session:
 
     def __init__(self, test: str, kinds: Sequence[str]) -> None:
         self._kinds = [KINDS[name] for name in kinds]
-        self._takes_inner = "inner" in kinds
         self._test = test
         self._count = 0
         self._is_busy = False
-        self._running: list[nn.Module] = []  # forwards, the outermost first
+        self._is_running = False  # an outermost forward
         self._roots: weakref.WeakKeyDictionary[nn.Module, Forwards] = weakref.WeakKeyDictionary()
         self.inserted: list[str] = []
 
@@ -68,10 +67,7 @@ class Session:
     def call(self, api: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a forward, with what is inserted around it if it is an outermost one."""
         is_recomputed = torch._C._current_graph_task_id() != -1
-        if self._running and self._takes_inner and self.may_insert():
-            outermost = self._running[0]
-            self._roots[outermost].inner[_name_of(module, outermost)] = copied((args, kwargs))
-        if self._is_busy or is_recomputed or self._running:
+        if self._is_busy or is_recomputed or self._is_running:
             return forward(*args, **kwargs)
         trains = module.training and self.may_insert()
         root = self._roots.setdefault(module, Forwards(api))
@@ -80,11 +76,11 @@ class Session:
             root.has_run = True
             if not root.pending:
                 self._insert(InsertionPoint.BEFORE_FORWARD, module)
-        self._running.append(module)
+        self._is_running = True
         try:
             output = forward(*args, **kwargs)
         finally:
-            self._running.pop()
+            self._is_running = False
         root.calls += 1
         root.pending += trains
         return output
@@ -147,10 +143,6 @@ def _agree(mine: Mapping[str, bool]) -> dict[str, bool]:
 def _note(error: Exception, words: str) -> None:
     if hasattr(error, "add_note"):  # since Python 3.11
         error.add_note(words)
-
-
-def _name_of(module: nn.Module, root: nn.Module) -> str:
-    return next((name for name, each in root.named_modules() if each is module), "")
 
 
 class _Current(threading.local):

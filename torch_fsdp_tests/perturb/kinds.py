@@ -56,8 +56,6 @@ class Forwards:
     calls: int = 0
     pending: int = 0  # those whose backward has not run, as far as is known
     has_run: bool = False  # whether the arguments are known
-    # The arguments of the last forwards of inner modules, by name.
-    inner: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -252,19 +250,6 @@ def inference(subject: Subject) -> None:
     args, kwargs = subject.inputs()  # a DTensor that is no inference tensor cannot be copied in inference mode
     with _eval_mode(subject.root), torch.inference_mode():
         subject.root(*args, **kwargs)
-
-
-def _has_inner(subject: Subject) -> bool:
-    return subject.api == "fsdp2" and bool(subject.forwards.inner) and can_run(subject)
-
-
-@_kind(AROUND_STEP, "fully_shard: each module has its own forward hooks; the root is the first that runs", _has_inner)
-def inner(subject: Subject) -> None:
-    names = sorted(subject.forwards.inner)
-    name = names[subject.choose(len(names))]
-    args, kwargs = subject.forwards.inner[name]
-    with _eval_mode(subject.root), torch.no_grad():
-        subject.root.get_submodule(name)(*copied(args), **copied(kwargs))
 
 
 def _can_drop(subject: Subject) -> bool:
