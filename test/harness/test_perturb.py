@@ -138,7 +138,7 @@ class TestKinds(TrainingMixin, FSDPTest):
             model = FSDP(model.to(self.device), use_orig_params=True)
         else:
             for module in (model[1], model):
-                fully_shard(module, reshard_after_forward=True)
+                fully_shard(module, reshard_after_forward=module is model)
         session: Any = insertion.perturbed(self.id(), kinds) if kinds else contextlib.nullcontext()
         with session as inserting, bug(model) if bug is not None else contextlib.nullcontext():
             batches = lambda: self._inputs(4, 3)  # noqa: E731

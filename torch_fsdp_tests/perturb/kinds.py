@@ -220,14 +220,18 @@ def _may_run(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def _eval_mode(root: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in root.modules()}
-    root.eval()
+def _eval_mode(subject: Subject) -> Iterator[None]:
+    """After it, what is unsharded because the test set ``reshard_after_forward`` reshards, as documented."""
+    modes = {module: module.training for module in subject.root.modules()}
+    subject.root.eval()
     try:
         yield
     finally:
         for module, mode in modes.items():
             module.training = mode
+        for unit in subject.units() if subject.api == "fsdp2" else ():
+            if not unit._get_fsdp_state()._auto_reshard_after_forward:
+                unit.reshard()
 
 
 # --- Forwards ---------------------------------------------------------------------------------------------------------
@@ -235,7 +239,7 @@ def _eval_mode(root: nn.Module) -> Iterator[None]:
 
 @_kind(EVERYWHERE, "torch.no_grad: computations are never recorded; nn.Module.eval: only some modules differ", can_run)
 def eval_(subject: Subject) -> None:
-    with _eval_mode(subject.root), torch.no_grad():
+    with _eval_mode(subject), torch.no_grad():
         subject.run()
 
 
@@ -248,7 +252,7 @@ def _can_infer(subject: Subject) -> bool:
 @_kind(EVERYWHERE, "torch.inference_mode: like no_grad, with tensors that are not used in autograd later", _can_infer)
 def inference(subject: Subject) -> None:
     args, kwargs = subject.inputs()  # a DTensor that is no inference tensor cannot be copied in inference mode
-    with _eval_mode(subject.root), torch.inference_mode():
+    with _eval_mode(subject), torch.inference_mode():
         subject.root(*args, **kwargs)
 
 
