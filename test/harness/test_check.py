@@ -129,7 +129,6 @@ class TestArguments(TestCase):
         self._check_rejected("no_such_file.py:f", says="there is no file no_such_file.py")
         self._check_rejected("mymodule", says="does not have the form MODULE:NAME")
         self._check_rejected(f"{FILE}:tied", "--only", "fsdp2_clipp", says="did you mean 'clip'?")
-        self._check_rejected(f"{FILE}:tied", "--only", "fsdp2_bf16_dcp", says="save without bf16")
 
     def _check_rejected(self, *arguments: str, says: str) -> None:
         status, out, err = outputs(main, *arguments)
@@ -200,16 +199,24 @@ class TestConfigurations(TestCase):
         for name in (*configurations.COMBINED, *configurations.COMPILED):
             self.assertEqual(Configuration.parse(name).name, name)
         self.assertEqual(Configuration.parse("fsdp2_eval_ac").name, "fsdp2_ac_eval")
+        for name in ("replicate_tp", "fsdp2_flat", "fsdp1_hsdp_noshard", "fsdp2_to_fsdp1", "fsdp2_dcp_to_fsdp1_ac"):
+            with self.assertRaises(configurations.UnknownConfiguration, msg=name):
+                Configuration.parse(name)
 
     def test_every_option_is_combined(self):
         combined = {option for name in configurations.COMBINED for option in Configuration.parse(name).options}
-        others = {"root", "autocast", "compile"}
+        others = {"root", "autocast", "compile", "tp", "noshard"}
         self.assertEqual(combined | others, {*configurations.OPTIONS})
 
     def test_arithmetic(self):
         expected = Arithmetic(microbatches=2, clips=True, is_frozen=True, low="bf16")
         self.assertEqual(Configuration.parse("fsdp1_bf16_frozen_nosync_clip").arithmetic, expected)
         self.assertEqual(Configuration.parse("fsdp2_hsdp_ac_eval").arithmetic, Arithmetic())
+
+    def test_resumed_in_the_named_layout(self):
+        configuration = Configuration.parse("fsdp1_flat_clip_dcp_to_fsdp2_tp")
+        self.assertEqual(configuration.name, "fsdp1_flat_clip_dcp_to_fsdp2_tp")
+        self.assertEqual(configuration.resumed().name, "fsdp2_tp_clip_dcp")
 
     def test_resumed_in_another_layout(self):
         layouts = {name: Configuration.parse(name).resumed().name for name in ("fsdp1_flat_clip_dcp", "fsdp2_keep_dsd")}

@@ -41,7 +41,7 @@ example, with mymodule.py in this folder:
 FACTORY is MODULE:NAME or FILE.py:NAME. NAME is such a function, or a subclass of torch_fsdp_tests.models.ModelTestCase,
 which can also say which modules are units, what is frozen, and how the model generates.
 
-A configuration is fsdp1 or fsdp2 with options, as in {COMBINED[1]}:
+A configuration is fsdp1, fsdp2 or replicate with options, as in {COMBINED[1]} or fsdp2_dcp_to_fsdp1_hsdp:
 {chr(10).join(f"    {option:12}{words}" for option, words in OPTIONS.items())}
 
 exit status: 0 if FSDP trains as the plain model does; 1 if not; 2 for bad arguments.

@@ -15,25 +15,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffload,
-    CPUOffloadPolicy,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardingStrategy,
-    fully_shard,
-)
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from torch_fsdp_tests.common_fsdp.device import rank_device
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase
-from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.optimizers import fused_on_host
 from torch_fsdp_tests.fsdp.references import full
 from torch_fsdp_tests.fsdp.seeded import filled
@@ -49,7 +40,7 @@ class UnevenLayers(SimpleModel):
 class Layout(NamedTuple):
     """How a model is distributed over ranks. ``apply`` parallelizes a plain model over a mesh of this shape.
 
-    ``names`` names the mesh's last dimensions. Ranks along "tensor" or "stage", which come last, share a batch.
+    ``names`` names the mesh's last dimensions. Ranks along "tensor", which comes last, share a batch.
     """
 
     shape: tuple[int, ...]
@@ -69,7 +60,7 @@ class Layout(NamedTuple):
     @property
     def batches(self) -> int:
         """The number of ranks, or groups of ranks, with different batches."""
-        return math.prod(size for name, size in self.dims.items() if name not in ("tensor", "stage"))
+        return math.prod(size for name, size in self.dims.items() if name != "tensor")
 
     @property
     def batch_index(self) -> int:
@@ -82,48 +73,22 @@ class Layout(NamedTuple):
         return DeviceMesh(accelerator.current().type, ranks, mesh_dim_names=tuple(self.dims))
 
 
-def _fsdp1(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    param_dtype: torch.dtype | None = None,
-    offload: bool = False,
-    strategy: ShardingStrategy | None = None,
-) -> nn.Module:
-    """Wrap each child. Layers that compute in ``param_dtype`` reduce in float32."""
-    if strategy is None:
-        strategy = ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
+def _fsdp1(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Wrap each child."""
     return FSDP(
         model,
         auto_wrap_policy=ModuleWrapPolicy({type(child) for child in model.children()}),
-        sharding_strategy=strategy,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD,
         device_mesh=mesh,
         use_orig_params=True,
-        mixed_precision=MixedPrecision(param_dtype, torch.float32) if param_dtype else None,
-        cpu_offload=CPUOffload(offload),
     )
 
 
-def _fsdp1_without_shards(model: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> nn.Module:
-    return _fsdp1(model, mesh, strategy=ShardingStrategy.NO_SHARD, **kwargs)
-
-
-def _fsdp2(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    param_dtype: torch.dtype | None = None,
-    offload: bool = False,
-    wrap: Callable[..., Any] = fully_shard,
-) -> nn.Module:
-    """Wrap each child. Layers that compute in ``param_dtype`` reduce in float32."""
-    policy = MixedPrecisionPolicy(param_dtype, torch.float32) if param_dtype else MixedPrecisionPolicy()
-    offload_policy = CPUOffloadPolicy() if offload else OffloadPolicy()
+def _fsdp2(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Wrap each child."""
     for module in (*model.children(), model):
-        wrap(module, mesh=mesh, mp_policy=policy, offload_policy=offload_policy)
+        fully_shard(module, mesh=mesh)
     return model
-
-
-def _replicate(model: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> nn.Module:
-    return _fsdp2(model, mesh, wrap=internals.replicate_on_fsdp2.replicate, **kwargs)
 
 
 def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -133,30 +98,16 @@ def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return parallelize_module(model, mesh, dict(zip(linear, itertools.cycle(styles))))
 
 
-def _stage(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Keep only this rank's stage of the model. The stage runs its children one after the other."""
-    names = [name for name, _ in model.named_children()]
-    length = len(names) // mesh.size()
-    start = mesh.get_local_rank() * length
-    for name in names[:start] + names[start + length :]:
-        delattr(model, name)
-    return model
-
-
 def before_tensor(mesh: DeviceMesh) -> DeviceMesh:
     """The dimensions of a mesh for data parallelism: all but the last, which is for tensor parallelism."""
     return mesh[(mesh.mesh_dim_names or ())[:-1]]
 
 
 def _with_tensor_parallel(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    return lambda model, mesh, **kwargs: apply(_tensor_parallel(model, mesh["tensor"]), before_tensor(mesh), **kwargs)
+    return lambda model, mesh: apply(_tensor_parallel(model, mesh["tensor"]), before_tensor(mesh))
 
 
-def _in_stages(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    return lambda model, mesh, **kwargs: apply(_stage(model, mesh["stage"]), mesh["shard"], **kwargs)
-
-
-TENSOR, STAGES = ("replicate", "shard", "tensor"), ("shard", "stage")
+TENSOR = ("replicate", "shard", "tensor")
 LAYOUTS = {
     "plain": Layout((1,), lambda model, mesh: model),
     "FSDP1 on 2": Layout((2,), _fsdp1),
@@ -169,11 +120,6 @@ LAYOUTS = {
     "TP on 4": Layout((4,), _tensor_parallel, TENSOR),
     "FSDP2 and TP on 2x2": Layout((2, 2), _with_tensor_parallel(_fsdp2), TENSOR),
     "FSDP2 and TP on 2x2x2": Layout((2, 2, 2), _with_tensor_parallel(_fsdp2), TENSOR),
-    "FSDP1 and TP on 2x2": Layout((2, 2), _with_tensor_parallel(_fsdp1), TENSOR),
-    "FSDP1 without shards on 4": Layout((4,), _fsdp1_without_shards, ("replicate",)),
-    "replicate on 4": Layout((4,), _replicate, ("replicate",)),
-    "FSDP1 and PP on 2x2": Layout((2, 2), _in_stages(_fsdp1), STAGES),
-    "FSDP2 and PP on 2x2": Layout((2, 2), _in_stages(_fsdp2), STAGES),
 }
 
 
@@ -182,8 +128,6 @@ class Run:
 
     All ranks of the default group must create it. Ranks outside of the layout then have no part of it (``takes_part``).
     """
-
-    options: StateDictOptions | None = None  # of ``get_state_dict`` and similar functions
 
     def __init__(self, layout: Layout, seed: int = 0, model_class: Callable[[], nn.Module] = UnevenLayers) -> None:
         self.layout, self.mesh = layout, layout.mesh()
@@ -203,7 +147,7 @@ class Run:
         """The sharded states as "model" and "optim"."""
         if self._is_fsdp1_of_some_ranks:
             return sharded_state_dicts(self.model, self.optim, group=self.group)
-        model, optim = get_state_dict(self.model, self.optim, options=self.options)
+        model, optim = get_state_dict(self.model, self.optim)
         return {"model": model, "optim": optim}
 
     @property
@@ -244,7 +188,6 @@ class Run:
                 self.optim,
                 model_state_dict=state["model"],
                 optim_state_dict=state["optim"],
-                options=self.options,
             )
 
 

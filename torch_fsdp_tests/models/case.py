@@ -14,14 +14,16 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from torch_fsdp_tests.common_distributed import requires_world_size
-from torch_fsdp_tests.common_distributed.requirements import get_required_world_size
+from torch_fsdp_tests.common_distributed import needs, requires_world_size
+from torch_fsdp_tests.common_distributed.requirements import get_required_world_size, requires
 from torch_fsdp_tests.common_fsdp import FSDPTestContinuous
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp.optimizers import fused_on_host
 from torch_fsdp_tests.fsdp.references import of_all_ranks
+from torch_fsdp_tests.installed_torch import torch_facts
 from torch_fsdp_tests.models import comparing, plain
 from torch_fsdp_tests.models.comparing import Tolerances, check_number, check_tensors
 from torch_fsdp_tests.models.configurations import COMBINED, Arithmetic, Configuration
@@ -57,7 +59,8 @@ class ModelTestCase(FSDPTestContinuous):
 
     generate: Callable[[nn.Module], Any] | None = None  # a method that returns what the model generates, if it does
 
-    _idle: ClassVar[dict[int, RankGroup]]  # ranks of other world sizes, which wait for their next test
+    _role: ClassVar[tuple[int, bool]]  # the world size of the ranks, and whether they load
+    _idle: ClassVar[dict[tuple[int, bool], RankGroup]]  # ranks in other roles, which wait for their next test
     _folder: ClassVar[tempfile.TemporaryDirectory[str] | None] = None
     _passed: ClassVar[dict[Configuration, bool]]  # those that were tried alone
     _trained: ClassVar[dict[Arithmetic, PlainTraining]]  # in a rank
@@ -88,6 +91,10 @@ class ModelTestCase(FSDPTestContinuous):
             self.skipTest("the model has fewer than two units, so none is frozen by default; define freeze(model)")
         units[0].requires_grad_(False)
 
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Apply tensor parallelism over the mesh in place, before FSDP does its work. The option ``tp`` needs it."""
+        self.skipTest("the model does not say how to split it; define parallelize(model, mesh)")
+
     def optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer: by default Adam with an ``eps`` as large as gradients, so that their scale matters.
 
@@ -100,7 +107,7 @@ class ModelTestCase(FSDPTestContinuous):
 
     @property
     def world_size(self) -> int:  # type: ignore[override]
-        """2 ranks, or 4 for HSDP."""
+        """2 ranks, or 4 for HSDP and tensor parallelism."""
         return get_required_world_size(self, 2)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -128,8 +135,15 @@ class ModelTestCase(FSDPTestContinuous):
         def resume(self: ModelTestCase) -> None:
             self._resume(configuration)
 
-        if configuration.has("hsdp"):
+        layouts = [configuration, *([configuration.resumed()] if configuration.saves else [])]
+        if configuration.world_size == 4:
             train = requires_world_size(4)(train)
+        if any(layout.world_size == 4 for layout in layouts):
+            train = requires(lambda: accelerator.current().lacks_room_for(4))(train)
+        if any(layout.interface == "replicate" for layout in layouts):
+            train = needs(torch_facts.REPLICATES_WITHOUT_SHARDS)(train)
+        if configuration.has("frozen") and any(layout.has("tp") for layout in layouts):
+            train = needs(torch_facts.TP_KEEPS_REQUIRES_GRAD)(train)
         if name in cls.known_defects:
             train = torch_defect(*cls.known_defects[name])(train)
         for method, function in ((f"{kind}_{name}", train), (f"resume_{name}", resume)):
@@ -170,9 +184,7 @@ class ModelTestCase(FSDPTestContinuous):
         if configuration.saves:
             world_size = accelerator.current().ranks_up_to(4)
             events.need(world_size)
-            if cls._group is not None and cls._group.world_size == world_size:
-                cls._end_group()  # new processes load
-            cls._ensure_ranks(world_size)
+            cls._ensure_ranks(world_size, load=True)
             self._run_in_ranks(f"resume_{configuration.name}")
 
     def _in_words(self, verdict: Verdict, configuration: Configuration) -> str:
@@ -199,13 +211,17 @@ class ModelTestCase(FSDPTestContinuous):
         return passed[configuration]
 
     @classmethod
-    def _ensure_ranks(cls, world_size: int) -> None:
-        """Keep the ranks of each world size. A launcher has only one set of ranks at a time."""
-        if cls._group is not None and cls._group.world_size != world_size and not is_launched():
-            cls._idle[cls._group.world_size] = cls._group
-            cls._group = None
+    def _ensure_ranks(cls, world_size: int, load: bool = False) -> None:
+        """Keep the ranks of each role: other processes load than train. A launcher has only one set of ranks."""
+        role = world_size, load
+        if cls._group is not None and role != cls._role:
+            if is_launched():
+                cls._end_group()
+            else:
+                cls._idle[cls._role], cls._group = cls._group, None
+        cls._role = role
         if cls._group is None:
-            cls._group = cls._idle.pop(world_size, None)
+            cls._group = cls._idle.pop(role, None)
         if cls._folder is None:
             cls._folder = tempfile.TemporaryDirectory()
             cls.addClassCleanup(cls._remove_folder)
@@ -240,29 +256,32 @@ class ModelTestCase(FSDPTestContinuous):
         if not configuration.has("ac", "ownac"):  # without FSDP too, buffers are updated again when it recomputes
             check.buffers(f"after step {last + 1}", reference.at(last).buffers)
         if configuration.saves:
-            self._save(configuration, training, reference)
+            self._save(configuration, training, reference, tolerances)
 
-    def _save(self, configuration: Configuration, training: ShardedTraining, reference: PlainTraining) -> None:
+    def _save(
+        self, configuration: Configuration, training: ShardedTraining, reference: PlainTraining, tolerances: Tolerances
+    ) -> None:
         """Save a training, and what the plain one has after the same step."""
         training.save(self._checkpoint(configuration, is_made=True))
         states = reference.at(SAVED).states
         buffers = of_all_ranks({name: each.cpu() for name, each in training.buffers.items() if name in states["model"]})
         if dist.get_rank() == 0:
-            torch.save({**states, "buffers": buffers}, os.path.join(self._checkpoint(configuration), "plain.pt"))
+            saved = {**states, "buffers": buffers, "tolerances": dataclasses.astuple(tolerances)}
+            torch.save(saved, os.path.join(self._checkpoint(configuration), "plain.pt"))
         dist.barrier()
 
     def _resume(self, configuration: Configuration) -> None:
         """Load what other ranks have saved into another layout, and train one more step."""
         folder, resumed = self._checkpoint(configuration), configuration.resumed()
         dtype = self._dtype(resumed)
-        reference = self._plain(resumed.arithmetic, self._highest)
+        reference = self._plain(resumed.arithmetic._replace(low=""), self._highest)
         states = torch.load(os.path.join(folder, "plain.pt"), weights_only=True)
         reference.continue_after(SAVED, states)
         training = sharded(self, resumed, dtype, seed=1)
         built = {name: each.clone() for name, each in training.buffers.items()}
         training.spoil(states["buffers"][0])
         training.load(folder)
-        check = _Check(training, reference, comparing.exact(dtype), resumed, dtype)
+        check = _Check(training, reference, Tolerances(*states["tolerances"]), resumed, dtype)
         check.parameters("until it was loaded", plain.values(reference.model))
         check.buffers("after the load", comparing.nearest(training.buffers, built, states["buffers"]))
         reference.take_buffers(training.buffers)
@@ -302,7 +321,8 @@ class ModelTestCase(FSDPTestContinuous):
         return torch.float32 if configuration.arithmetic.low or clips_in_fsdp1 else self._highest
 
     def _plain(self, arithmetic: Arithmetic, dtype: torch.dtype) -> PlainTraining:
-        data = plain.Data(self, self.rank, dist.get_world_size(), arithmetic.microbatches, dtype)
+        index, batches = (number // arithmetic.ranks_of_batch for number in (self.rank, dist.get_world_size()))
+        data = plain.Data(self, index, batches, arithmetic.microbatches, dtype)
         return PlainTraining(self, arithmetic, data, dtype)
 
     def _reference(self, configuration: Configuration) -> tuple[PlainTraining, Tolerances]:
@@ -373,6 +393,7 @@ class _Check:
             actual = self._training.eval_loss(self._data, number)
             check_number(f"the loss in eval mode before step {number + 1}", actual, expected.eval_loss, off.numbers)
         losses = self._training.backward(self._data, number)
+        self._training.check_features()
         for loss, right in zip(losses, expected.losses, strict=True):
             check_number(f"the loss {at}", loss, right, off.numbers)
         gradients = self._training.gradients(expected.gradients)

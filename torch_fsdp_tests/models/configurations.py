@@ -6,12 +6,18 @@ import difflib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-INTERFACES = {"fsdp1": "FullyShardedDataParallel", "fsdp2": "fully_shard"}
+INTERFACES = {
+    "fsdp1": "FullyShardedDataParallel",
+    "fsdp2": "fully_shard",
+    "replicate": "FSDP2 without shards",
+}
 # In the order in which names have them.
 OPTIONS = {
     "root": "the root is the only unit",
     "keep": "parameters stay unsharded after forward (reshard_after_forward=False, SHARD_GRAD_OP)",
     "hsdp": "shards within two ranks, replicas across two (4 ranks)",
+    "tp": "parallelize() splits the model within two ranks, FSDP shards across two (4 ranks)",
+    "noshard": "FSDP1 with NO_SHARD",
     "flat": "FSDP1 with use_orig_params=False",
     "bf16": "mixed precision: computes in bfloat16, reduces in float32",
     "autocast": "torch.autocast to bfloat16 around each forward",
@@ -28,7 +34,15 @@ OPTIONS = {
     "dcp": "saved by torch.distributed.checkpoint, loaded by new processes in another layout",
     "dsd": "saved as one full state dict by get_state_dict, loaded by new processes in another layout",
 }
-_ONLY_FSDP1 = {"flat"}
+_LAYOUT = ("root", "keep", "hsdp", "tp", "noshard", "flat")
+_ONLY_FSDP1 = {"noshard", "flat"}
+# Each pair excludes the other: interfaces and options.
+_APART = (
+    *((interface, option) for interface in ("fsdp2", "replicate") for option in sorted(_ONLY_FSDP1)),
+    *(("replicate", option) for option in ("keep", "hsdp", "tp")),
+    *(("noshard", option) for option in ("keep", "hsdp", "tp")),
+    *(("hsdp", "tp"), ("tp", "flat")),
+)
 
 COMBINED = (
     "fsdp2_clip_eval_generate",
@@ -56,33 +70,39 @@ class Arithmetic(NamedTuple):
     clips: bool = False
     is_frozen: bool = False
     low: str = ""  # "bf16" or "autocast", if the model computes in bfloat16
+    ranks_of_batch: int = 1  # more than one if tensor parallelism splits the model
 
 
 class Configuration(NamedTuple):
-    """An interface of FSDP with some of the :data:`OPTIONS`, in their order."""
+    """An interface of FSDP with some of the :data:`OPTIONS`, in their order.
+
+    One that saves may name the layout that loads, as in "fsdp2_clip_dcp_to_fsdp1_hsdp".
+    """
 
     interface: str
     options: tuple[str, ...] = ()
+    target: Configuration | None = None
 
     @classmethod
     def parse(cls, name: str) -> Configuration:
         """The configuration with this name. Raises :class:`UnknownConfiguration`."""
-        interface, *options = name.split("_")
+        trained, _, target = name.partition("_to_")
+        interface, *options = trained.split("_")
         _check(name, interface, INTERFACES)
         for option in options:
             _check(name, option, OPTIONS)
-        if interface != "fsdp1" and (wrong := _ONLY_FSDP1.intersection(options)):
-            raise UnknownConfiguration(f"{name!r} is no configuration: only fsdp1 can have {', '.join(wrong)}")
-        configuration = cls(interface, tuple(option for option in OPTIONS if option in options))
-        if configuration.saves and (low := configuration.arithmetic.low):
-            raise UnknownConfiguration(
-                f"{name!r} is no configuration: a checkpoint has the rounding of {low}; save without {low}"
-            )
-        return configuration
+        for pair in _APART:
+            if {*pair} <= {interface, *options}:
+                raise UnknownConfiguration(f"{name!r} is no configuration: use {pair[0]} without {pair[1]}")
+        loaded = cls.parse(target) if target else None
+        found = cls(interface, tuple(option for option in OPTIONS if option in options), loaded)
+        if loaded is not None and not (found.saves and {*loaded.options} <= {*_LAYOUT}):
+            raise UnknownConfiguration(f"{name!r} is no configuration: write dcp_to_ or dsd_to_ and a layout")
+        return found
 
     @property
     def name(self) -> str:
-        return "_".join((self.interface, *self.options))
+        return "_".join((self.interface, *self.options)) + (f"_to_{self.target.name}" if self.target else "")
 
     def has(self, *options: str) -> bool:
         """Whether it has one of these options."""
@@ -98,24 +118,30 @@ class Configuration(NamedTuple):
     @property
     def world_size(self) -> int:
         """The number of ranks that train it, until it is saved."""
-        return 4 if self.has("hsdp") else 2
+        return 4 if self.has("hsdp", "tp") else 2
 
     @property
     def arithmetic(self) -> Arithmetic:
         low = next((option for option in ("bf16", "autocast") if self.has(option)), "")
-        return Arithmetic(2 if self.has("accumulate", "nosync") else 1, self.has("clip"), self.has("frozen"), low)
+        microbatches, ranks = 2 if self.has("accumulate", "nosync") else 1, 2 if self.has("tp") else 1
+        return Arithmetic(microbatches, self.has("clip"), self.has("frozen"), low, ranks)
 
     def resumed(self) -> Configuration:
-        """The layout that loads what this one saved: the other interface after DCP, the root alone after DSD."""
+        """The layout that loads what this one saved: by default the other interface after DCP, the root after DSD."""
+        if self.target is not None:
+            return Configuration.parse("_".join((self.target.name, *self.without(*_LAYOUT).options)))
         if self.has("dsd"):
             return Configuration.parse(f"{self.without('root', 'hsdp').name}_root")
         other = next(interface for interface in INTERFACES if interface != self.interface)
-        return self._replace(interface=other).without(*_ONLY_FSDP1, "hsdp")
+        return self._replace(interface=other).without(*_ONLY_FSDP1, "hsdp", "tp")
 
     def alone(self) -> Iterator[Configuration]:
         """The interface by itself, and with each of the options alone."""
         yield Configuration(self.interface)
-        yield from (Configuration(self.interface, (option,)) for option in self.options)
+        yield from (
+            Configuration(self.interface, (option,), self.target if option in ("dcp", "dsd") else None)
+            for option in self.options
+        )
 
 
 def _check(name: str, word: str, words: Sequence[str] | dict[str, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -24,12 +26,14 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_fsdp_tests.common_fsdp.device import rank_device
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.meshes import make_mesh
-from torch_fsdp_tests.fsdp.references import full, full_parameters, named
+from torch_fsdp_tests.fsdp.references import full, named
 from torch_fsdp_tests.fsdp.shards import local_of, shard_of
 from torch_fsdp_tests.models.configurations import Configuration
 from torch_fsdp_tests.models.plain import (
@@ -59,19 +63,39 @@ def sharded(case: Model, configuration: Configuration, dtype: torch.dtype, seed:
     return cls(case, configuration, built(case, seed, dtype, configuration.has("frozen")))
 
 
+def _mesh(configuration: Configuration) -> DeviceMesh:
+    """All ranks. The last of two dimensions is for tensor parallelism, if there is any."""
+    if configuration.has("hsdp", "tp"):
+        return make_mesh(2, 2, names=("replicate", "shard") if configuration.has("hsdp") else ("shard", "tensor"))
+    return make_mesh(dist.get_world_size(), names=("shard",))
+
+
 class ShardedTraining:
     """A sharded model with its optimizer. Both interfaces have these methods."""
 
     def __init__(self, case: Model, configuration: Configuration, model: nn.Module) -> None:
         self._case, self._configuration = case, configuration
+        mesh = _mesh(configuration)
+        if configuration.has("tp"):
+            case.parallelize(model, mesh["tensor"])
+            mesh = mesh["shard"]
         units = recompute(case, model, configuration)
         for unit in single(units) if configuration.has("compile") else ():
             unit.compile(backend="aot_eager")
-        self.model: Any = self._sharded(model, [] if configuration.has("root") else units)
+        self._computed: list[torch.dtype] = []  # dtypes of parameters in the forward of their modules
+        self._recomputed = self._reductions = [0]  # how often each microbatch of the last step did it
+        for module in model.modules() if configuration.has("bf16", "ac") else ():
+            if not isinstance(module, _BatchNorm):  # FSDP1 leaves it in float32
+                names = [name for name, param in module.named_parameters(recurse=False) if param.is_floating_point()]
+                module.register_forward_pre_hook(functools.partial(self._record_dtypes, names))
+        self.model: Any = self._sharded(model, [] if configuration.has("root") else units, mesh)
         case.prepare(self.model)
         self.optimizer = optimizer_of(case, self.model)
 
-    def _sharded(self, model: nn.Module, units: list[Unit]) -> nn.Module:
+    def _record_dtypes(self, names: list[str], module: nn.Module, args: Any) -> None:
+        self._computed += [getattr(module, name).dtype for name in names]
+
+    def _sharded(self, model: nn.Module, units: list[Unit], mesh: DeviceMesh) -> nn.Module:
         raise NotImplementedError
 
     def _reducing(self, is_last: bool) -> contextlib.AbstractContextManager[Any]:
@@ -94,14 +118,27 @@ class ShardedTraining:
 
     def backward(self, data: Data, step: int) -> list[float]:
         """Make the gradients of a step. Returns the losses of this rank's microbatches."""
-        losses = []
+        losses, self._recomputed, self._reductions = [], [], []
         for index, batch in enumerate(data.of(step)):
             is_reduced = index + 1 == data.microbatches or not self._configuration.has("nosync")
-            with self._reducing(is_reduced):
+            with self._reducing(is_reduced), recorded("reduce_scatter", "all_reduce") as calls:
                 loss = loss_of(self._case, self.model, batch, data.seed(step, index), self._autocast)
+                computed = len(self._computed)
                 (loss / data.microbatches).backward()
             losses.append(loss.item())
+            self._recomputed.append(len(self._computed) - computed)
+            self._reductions.append(len(calls))
         return losses
+
+    def check_features(self) -> None:
+        """Raises ``AssertionError`` if the last step did not use features that hardly change its numbers."""
+        has = self._configuration.has
+        if has("bf16") and (wrong := {*self._computed} - {LOW}):
+            raise AssertionError(f"with mixed precision, modules must compute in {LOW}, but some do in {wrong}")
+        if has("ac") and not any(self._recomputed):
+            raise AssertionError("with activation checkpointing, backward must run modules again, but it does not")
+        if has("nosync") and not self._reductions[0] < self._reductions[-1]:
+            raise AssertionError(f"only the last microbatch may reduce gradients, but they do {self._reductions} times")
 
     def update(self) -> None:
         """Step the optimizer, and clear the gradients."""
@@ -159,19 +196,21 @@ class ShardedTraining:
 
 
 class Fsdp2Training(ShardedTraining):
-    """A model on each unit of which ``fully_shard`` was called, and then on the root."""
+    """A model on each unit of which ``fully_shard`` or ``replicate`` was called, and then on the root."""
 
-    def _sharded(self, model: nn.Module, units: list[Unit]) -> nn.Module:
+    def _sharded(self, model: nn.Module, units: list[Unit], mesh: DeviceMesh) -> nn.Module:
         has = self._configuration.has
         pinned = accelerator.current().has("pinned_memory")
         options: dict[str, Any] = {
-            "mesh": make_mesh(2, 2, names=("replicate", "shard")) if has("hsdp") else make_mesh(dist.get_world_size()),
+            "mesh": mesh,
             "mp_policy": MixedPrecisionPolicy(LOW, torch.float32) if has("bf16") else MixedPrecisionPolicy(),
             "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if has("offload") else OffloadPolicy(),
             **({"reshard_after_forward": False} if has("keep") else {}),
         }
+        is_whole = self._configuration.interface == "replicate"
+        shard = internals.replicate_on_fsdp2.replicate if is_whole else fully_shard
         for module in (*units, model):
-            fully_shard(module, **options)
+            shard(module, **options)
         return model
 
     def _reducing(self, is_last: bool) -> contextlib.AbstractContextManager[Any]:
@@ -213,14 +252,14 @@ class Fsdp1Training(ShardedTraining):
     # The workaround for ``dcp_checkpoint_of_empty_shards_is_not_loaded``, which only tiny parameters show.
     _load_planner = property(lambda self: dcp.DefaultLoadPlanner(flatten_sharded_tensors=False))
 
-    def _sharded(self, model: nn.Module, units: list[Unit]) -> nn.Module:
+    def _sharded(self, model: nn.Module, units: list[Unit], mesh: DeviceMesh) -> nn.Module:
         has, ids = self._configuration.has, set(map(id, single(units)))
         low = MixedPrecision(LOW, torch.float32, buffer_dtype=LOW) if has("bf16") else None
         return FSDP(
             model,
             auto_wrap_policy=CustomPolicy(lambda module: id(module) in ids),
             sharding_strategy=self._strategy,
-            device_mesh=make_mesh(2, 2, names=("replicate", "shard")) if has("hsdp") else None,
+            device_mesh=mesh if has("hsdp", "tp", "noshard") else None,
             use_orig_params=not has("flat"),
             mixed_precision=low,
             cpu_offload=CPUOffload(has("offload")),
@@ -230,6 +269,8 @@ class Fsdp1Training(ShardedTraining):
     @property
     def _strategy(self) -> ShardingStrategy:
         has = self._configuration.has
+        if has("noshard"):
+            return ShardingStrategy.NO_SHARD
         if has("hsdp"):
             return internals.hybrid_strategies()[has("keep")]
         return ShardingStrategy.SHARD_GRAD_OP if has("keep") else ShardingStrategy.FULL_SHARD
@@ -251,6 +292,9 @@ class Fsdp1Training(ShardedTraining):
         ``summon_full_params`` raises for flat and offloaded ones, and aborts if only some ranks have any
         (``fsdp1_missing_gradient_is_float32``).
         """
+        if self._configuration.has("tp"):  # a flat parameter has parts of DTensors, and does not know their placements
+            no_grads = self._configuration.has("offload")
+            return {} if no_grads else self._full(lambda param: param.grad, expected, with_grads=True)
         params, instances, pairs = named(self.model), internals.instances(self.model), {}
         for unit, names in internals.names_managed(self.model).items():
             flat_param = internals.flat_param_of(instances[unit])
@@ -263,7 +307,13 @@ class Fsdp1Training(ShardedTraining):
         return pairs
 
     def parameters(self, expected: Tensors) -> Pairs:
-        return _paired(full_parameters(self.model), expected, lambda whole, own: whole)
+        return self._full(lambda param: param.detach(), expected)
+
+    def _full(self, read: Callable[[Any], torch.Tensor | None], expected: Tensors, **options: bool) -> Pairs:
+        with FSDP.summon_full_params(self.model, writeback=False, **options):
+            tensors = {name: read(param) for name, param in named(self.model).items()}
+            own = {name: full(tensor).clone() for name, tensor in tensors.items() if tensor is not None}
+        return _paired(own, expected, lambda whole, own: whole)
 
 
 def _elements(tensor: torch.Tensor | None, stride: tuple[int, ...], start: int, count: int) -> torch.Tensor:

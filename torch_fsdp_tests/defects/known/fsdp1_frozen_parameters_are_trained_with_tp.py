@@ -16,6 +16,7 @@ DEFECT = Defect(
     consequence=Consequence.SILENTLY_WRONG,
     exposure=Exposure.RARE,
     where="torch.distributed.tensor.parallel._data_parallel_utils._flatten_tensor",
+    fails_with=("AssertionError", "Mismatch"),
     features="fsdp1, frozen, tp",
     workaround="Give the optimizer only the parameters that are to be trained.",
     world_size=4,

@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -177,6 +178,19 @@ class ComposabilityTest(PipelineTest):
         with recorded("reduce_scatter") as calls:
             self._check_trains(plain, pipeline, dist.group.WORLD)
         self.assertEqual(len(calls), 2 * len(plain) * ITERATIONS)
+
+    @skip_if_lt_x_gpu(4)
+    def test_fsdp1(self):
+        """FSDP1 raises if all microbatches run forward before the first backward.
+
+        After the first backward, FSDP1 frees the unsharded parameters, and does not unshard them for the next one.
+        """
+        mesh = self._mesh(4, 1, names=("data", "pipeline"))
+        wrap = functools.partial(FSDP, device_mesh=mesh["data"], use_orig_params=True)
+        pipeline = Pipeline("ScheduleGPipe", self._plain(), mesh.get_group("pipeline"), wrap)
+        with self.assertRaisesRegex(RuntimeError, "Failed to run stage backward") as raised:
+            pipeline.step(self._batch())
+        self.assertRegex(str(raised.exception.__cause__), "storage of size 0")
 
     @skip_if_lt_x_gpu(4)
     @with_temp_dir
