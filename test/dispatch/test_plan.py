@@ -470,7 +470,7 @@ class TestOptions(unittest.TestCase):
 
     def rejected(self, *arguments: str, **environment: str) -> str:
         with contextlib.redirect_stderr(io.StringIO()) as stderr, self.assertRaises(SystemExit) as left:
-            self.parse(*arguments, **environment)
+            options.parse([*arguments], environment, ROOT)
         self.assertEqual(left.exception.code, ExitStatus.USAGE_ERROR)
         return stderr.getvalue()
 
@@ -609,14 +609,17 @@ class TestOptions(unittest.TestCase):
             ("--compare", "/nowhere"): "there is no file /nowhere",
             ("--test-directory", "/nowhere"): "/nowhere does not exist; name one",
             ("--rerun-disabled-tests",): "needs a list",
+            ("--repeat", "0"): "'0' is not a whole number from 1 to 1000000",
+            ("--for", "20"): "'20' is not a time such as 90s, 20m, 8h or 1h30m",
+            ("--for", "1h", "--list"): "--repeat and --for cannot be used with --list",
+            ("--repeat", "2", "--dry-run"): "cannot be used with --dry-run",
+            ("--repeat", "2", "--reruns", "1"): "cannot be used with --reruns, which repeats only what failed",
         }.items():
             with self.subTest(arguments=arguments):
                 self.assertIn(words, self.rejected(*arguments))
         for name, text, words in (
             ("TORCH_FSDP_TESTS_RANKS", "x", "a whole number from 1 to 65536"),
             ("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "abc", "a whole number from 1 to 1000000000"),
-            ("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "30.5", "a whole number from 1 to 1000000000"),
-            ("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "0", "a whole number from 1 to 1000000000"),
             ("TORCH_FSDP_TESTS_START", "nope", "it must be fork or spawn"),
         ):
             with self.subTest(name=name, text=text):

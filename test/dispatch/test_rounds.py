@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from little_results import file_of
-from trees import FAIL, PASS, TreeCase, body
+from trees import PASS, TreeCase, body
 
 from torch_fsdp_tests.dispatch import html_report, options, rounds
 from torch_fsdp_tests.dispatch.file_result import FileResult
@@ -196,17 +196,6 @@ class TestCommand(TreeCase):
 
     def test_nothing_that_runs_ends_the_rounds(self):
         self.check({"test_s": "@unittest.skip('x')\n" + PASS}, ["--for", "1h"], skipped=1, code=5)
-
-    def test_refusals(self):
-        self.write({"test_f": FAIL})
-        cases = [
-            (("--repeat", "0"), "'0' is not a whole number from 1 to 1000000"),
-            (("--for", "20"), "'20' is not a time such as 90s, 20m, 8h or 1h30m"),
-            (("--for", "1h", "--list"), "--repeat and --for cannot be used with --list"),
-            (("--repeat", "2", "--dry-run"), "cannot be used with --dry-run"),
-            (("--repeat", "2", "--reruns", "1"), "cannot be used with --reruns, which repeats only what failed"),
-        ]
-        self.check_errors(cases)
 
 
 if __name__ == "__main__":
