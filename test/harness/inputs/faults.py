@@ -264,9 +264,6 @@ class Words(Case):
             with self.subTest(number=number):
                 self.assertNotEqual(number, 1)
 
-    def test_no_subtest(self):
-        common_distributed.run_subtests(self, {"number": []}, print)
-
     @unittest.expectedFailure
     def test_expected_failure_and_slow_exit(self):
         if self.rank == 1:
