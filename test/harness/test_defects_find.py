@@ -365,6 +365,8 @@ class TestCommand(TestCase):
     def test_nothing_fits(self):
         nothing = "0 known defects fit; try other words, or the whole traceback; --list shows all\n"
         self.assertEqual(command("--find", "-", stdin=TRACEBACKS["user_wrong_key"])[:2], (1, nothing))
+        for bare in ("AssertionError:", "AssertionError", "RuntimeError:\n"):
+            self.assertEqual(command("--find", bare)[:2], (1, nothing))
         word, message = (command("--find", "-", stdin=text)[1] for text in ("setStorage", "RuntimeError: setStorage\n"))
         self.assertEqual(word, message)
 
