@@ -221,10 +221,11 @@ class TestHooks(TestCase):
     """Without it, the checks of a subclass could vanish, or its ranks could run without what it gives them."""
 
     @parametrize("start", ["", "spawn"])
-    @parametrize("cls", [overrides.Wraps, overrides.WrapsApart, overrides.Starts])
+    @parametrize("cls", [overrides.Wraps, overrides.WrapsApart, overrides.Starts, overrides.Prepared])
     def test_ranks_get_what_a_subclass_gives_them(self, cls, start):
+        """``Prepared`` gives it in ``_worker_loop``."""
         with mock.patch.dict(os.environ, {settings.START_VARIABLE: start} if start else {}):
-            result = result_of(cls)
+            result = result_of(cls, "test_is_prepared" if cls is overrides.Prepared else "test_passes")
         self.assertEqual((result.testsRun, text_of(result)), (1, ""))
 
     @parametrize(
@@ -310,12 +311,6 @@ class TestHooks(TestCase):
             with self.subTest(test):
                 result = result_of(cls, test)
                 self.assertEqual(([why for _, why in result.skipped], text_of(result)), ([reason], ""))
-
-    @parametrize("start", ["", "spawn"])
-    def test_a_worker_loop_prepares_its_rank(self, start):
-        with mock.patch.dict(os.environ, {settings.START_VARIABLE: start} if start else {}):
-            result = result_of(overrides.Prepared, "test_is_prepared")
-        self.assertEqual((result.testsRun, text_of(result)), (1, ""))
 
     def test_a_worker_loop_must_call_that_of_its_base(self):
         text = text_of(result_of(overrides.LoopsItself))
