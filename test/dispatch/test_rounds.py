@@ -162,12 +162,6 @@ class TestCommand(TreeCase):
         for words in (*sums, '<section id="rounds"'):
             self.assertIn(words, html_report.render(report))
 
-    def test_the_first_failure_is_the_end(self):
-        self.write({"test_w": self.weather(2)})
-        out = self.run_command("--repeat", 9)
-        self.assertRegex(out, r"(?m)^2 rounds of 1 file in .*; 1 round failed$")
-        self.assertEqual(self.code, 1)
-
     def test_interrupt_in_round_3(self):
         path = self.root / "count"
         act = f"open({str(path)!r}, 'a').write('x'); os.path.getsize({str(path)!r}) < 3 or time.sleep(60)"
