@@ -395,6 +395,7 @@ class TestCommand(TestCase):
             ("zzz*",): "there is no defect 'zzz*': --list shows all",
             ("--show", "nothing_like_it_zz"): "there is no defect 'nothing_like_it_zz'",
             ("--component", "FSDP2,FSDP3"): "there is no component 'fsdp3'; there are FSDP2, DTensor, ",
+            ("--patch", "fsdp2_divide_twice"): "did you mean fsdp2_divides_twice",
             ("--exposure", ""): "there is no exposure ''; there are default, common, rare, hardware",
             (SHOWN, "--consequence", "hang"): "none of these defects has these kinds",
             ("--using", "fsdp2,tensor"): "there is no feature 'tensor'; there are fsdp1, fsdp2, ",

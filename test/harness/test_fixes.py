@@ -226,9 +226,6 @@ class TestPatch(TestCase):
                 self.assertEqual((status, out), (1, ""))
                 self.assertRegex(err, f"^torch_fsdp_tests.defects: {words}\n$")
 
-    def test_unknown_defect(self):
-        assert_rejected(self, main, [(("--patch", "fsdp2_extra_all_gather"), f"did you mean {SECOND}")])
-
 
 class TestInARun(TestCase):
     """Without it, a rank could run PyTorch without the fix, or a fix without an effect could go undetected."""
