@@ -41,8 +41,6 @@ from torch_fsdp_tests.ranks import RanksErred, RanksFailed
 from torch_fsdp_tests.tools.upstream_names import left
 
 UPSTREAM = upstream_names.UPSTREAM
-# They compare with upstream's harness, name its modules for others, or say in a message where a name is.
-MAY_NAME_UPSTREAM = {"benchmark", "installed_torch"}
 
 
 def imported(statement: str) -> object:
