@@ -370,11 +370,6 @@ class RunTestsTest(TestCase):
         name_and_class = r"test_passes \(__main__\.Alpha(\.test_passes)?\)"  # depends on Python's version
         self.assertRegex(our_text, rf"(?m)^{name_and_class} \.\.\. ok$")
 
-    def test_failfast_stops_at_the_first_failure(self):
-        status, text = self.call(self.ours, "-f", "Alpha.test_fails", "Alpha.test_errs")
-        self.assertEqual(status, 1)
-        self.assertIn("Ran 1 test in", text)
-
     def test_leaks_are_undone_and_named_after_the_outcomes(self):
         status, text = self.call(self.ours, "-v", "Beta")
         self.assertEqual(status, 0, text)
@@ -391,6 +386,7 @@ class RunTestsTest(TestCase):
         cases: list[tuple[Any, ...]] = [
             (call, ["Empty"], 5, r"^ours.py: nothing ran: there is no test in Empty\n$"),
             (call, ["-k", "absent", "-k", "x*z"], 5, r"^ours.py: nothing ran: no test matches -k absent or -k x\*z\n$"),
+            (call, ["-f", "Alpha.test_fails", "Alpha.test_errs"], 1, "Ran 1 test in"),
             (call, ["-k", "passes", "--repeat", "2"], 0, r"(?s)Ran 1 test.*Ran 1 test"),
             (call, ["-k", "fails", "--repeat", "2"], 1, r"^(?s:(?!Ran 1 test).)*Ran 1 test(?s:(?!Ran 1 test).)*$"),
             (self.rejected, ["--repeat", "0"], 2, "less than 1"),
