@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def name_of(saved: str, loaded: str, **features: bool) -> str:
 class TestTrainingMatrix(ModelTestCase):
     """Some ranks have no rows of a layer. A whole layer and a part of another one are frozen."""
 
-    configurations = [name_of(**case) for case in pairwise_cases(AXES, is_valid)]
+    configurations: Sequence[str] = [name_of(**case) for case in pairwise_cases(AXES, is_valid)]
 
     def build(self) -> nn.Module:
         sizes = itertools.pairwise([5, 8, 5, 8, 5])
