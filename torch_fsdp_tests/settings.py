@@ -46,7 +46,6 @@ FEW_RANKS = 2  # on the CPU, of a test for which a few ranks are enough
 PERTURBATIONS = {
     "eval": "a forward of the root in eval mode under no_grad",
     "inference": "the same under inference_mode",
-    "dropped": "a forward in training mode whose output is dropped",
     "state_dict": "state dicts of the root, of an inner module and of the optimizer, dropped",
     "dsd": "full and sharded state dicts of model and optimizer through DSD, dropped",
     "load": "load_state_dict of the model and of the optimizer with copies of their own state dicts",
@@ -55,9 +54,7 @@ PERTURBATIONS = {
     "unshard": "unshard() and reshard() of each module, or summon_full_params",
     "to": "a conversion of the model to its own device and dtype",
     "clip": "clipping of the gradients to a norm that they do not have",
-    "full_tensor": "full_tensor() of each parameter and gradient",
     "exception": "an exception in forward, caught",
-    "context": "an exception inside no_sync and summon_full_params, caught",
 }
 
 

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_fsdp_tests import perturb, settings
@@ -28,7 +27,7 @@ from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tes
 from torch_fsdp_tests.defects.in_tests import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.references import of_all_ranks
-from torch_fsdp_tests.fsdp.training import TrainingMixin, check_parity
+from torch_fsdp_tests.fsdp.training import TrainingMixin
 from torch_fsdp_tests.perturb import insertion, invariants, kinds
 
 WEEKLY = Path(__file__).parents[2] / ".github" / "workflows" / "weekly.yml"
@@ -82,29 +81,10 @@ def loaded_halves(former: Any) -> Any:
     return broken
 
 
-@contextlib.contextmanager
-def no_sync_without_finally(self: FSDP) -> Iterator[None]:
-    for unit in FSDP.fsdp_modules(self):
-        unit._sync_gradients = False
-    yield
-    for unit in FSDP.fsdp_modules(self):
-        unit._sync_gradients = True
-
-
-def keeping(former: Any) -> Any:
-    def broken(self: DTensor) -> torch.Tensor:
-        kept.append(former(self))
-        return kept[-1]
-
-    return broken
-
-
-kept: list[torch.Tensor] = []
 # For each kind a bug that it shows, and that ``clip`` and the checks around each insertion do not show.
 BUGS: dict[str, Bug] = {
     "eval": group_drops("post_forward", lambda: not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()),
     "inference": group_drops("post_forward", torch.is_inference_mode_enabled),
-    "dropped": group_drops("pre_forward", torch.is_grad_enabled),
     "state_dict": drops(nn.Module, "state_dict"),
     "dsd": lambda model: drops(internals.dsd._module, "_verify_options")(model),
     "load": drops(nn.Module, "load_state_dict"),
@@ -113,9 +93,7 @@ BUGS: dict[str, Bug] = {
     "unshard": drops(FSDPModule, "unshard"),
     "to": drops(nn.Module, "to"),
     "clip": drops(torch.nn.utils, "clip_grad_norm_"),
-    "full_tensor": lambda model: replaced(DTensor, "full_tensor", keeping),
     "exception": lambda model: replaced(FSDPModule, "reset_iter_state", lambda former: lambda self: None),
-    "context": lambda model: replaced(FSDP, "no_sync", lambda former: no_sync_without_finally),
 }
 
 
@@ -129,21 +107,17 @@ class TestKinds(TrainingMixin, FSDPTest):
 
     world_size = 2
 
-    def _train(self, api: str, bug: Bug | None, kinds: tuple[str, ...]) -> list[str]:
+    def _train(self, bug: Bug | None, kinds: tuple[str, ...]) -> list[str]:
         """Train a model for three steps beside a plain one. Returns what was inserted."""
         manual_seed(42)
         model: Any = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 2))
         ref_model = self._replica(model)
-        if api == "fsdp1":
-            model = FSDP(model.to(self.device), use_orig_params=True)
-        else:
-            for module in (model[1], model):
-                fully_shard(module, reshard_after_forward=module is model)
+        for module in (model[1], model):
+            fully_shard(module, reshard_after_forward=True)
         session: Any = insertion.perturbed(self.id(), kinds) if kinds else contextlib.nullcontext()
         with session as inserting, bug(model) if bug is not None else contextlib.nullcontext():
             batches = lambda: self._inputs(4, 3)  # noqa: E731
-            compare = compare_outputs if api == "fsdp1" else check_parity
-            self._check_training(ref_model, model, batches, compare=compare, optim_cls=torch.optim.SGD, momentum=0.5)
+            self._check_training(ref_model, model, batches, optim_cls=torch.optim.SGD, momentum=0.5)
             return inserting.inserted if inserting is not None else []
 
     @skip_if_lt_x_gpu(2)
@@ -151,42 +125,38 @@ class TestKinds(TrainingMixin, FSDPTest):
         self.assertEqual(sorted(BUGS), sorted(settings.PERTURBATIONS))
         for kind in KINDS:
             bug = BUGS[kind]
-            api = "fsdp1" if kind == "context" else "fsdp2"
             with self.subTest(kind=kind):
-                self._train(api, bug, ("to" if kind == "clip" else "clip",))
+                self._train(bug, ("to" if kind == "clip" else "clip",))
                 with self.assertRaises((AssertionError, RuntimeError)):
-                    self._train(api, bug, (kind,))
-                kept.clear()
+                    self._train(bug, (kind,))
 
     @skip_if_lt_x_gpu(2)
     def test_nothing_changes_without_a_bug(self):
         for kind in KINDS:
-            api = "fsdp1" if kind == "context" else "fsdp2"
             known = torch_defect("fsdp2_inference_mode_breaks_training", when=kind == "inference")
             with self.subTest(kind=kind), known:
-                inserted = self._train(api, None, (kind,))
+                inserted = self._train(None, (kind,))
                 self.assertEqual({words.split()[0] for words in inserted}, {kind})
 
     @skip_if_lt_x_gpu(2)
     def test_what_is_taken(self):
-        """Taken tensors may not share memory with the model, keep other memory alive, or stay alive themselves."""
+        """Taken tensors may not keep memory alive beside the model's, or stay alive themselves."""
         model = fully_shard(nn.Linear(4, 4).to(self.device))
         weight, plain = model.weight.to_local().detach(), torch.ones(2, device=self.device)
         held: list[torch.Tensor] = []
         subject = kinds.Subject(model, None, kinds.InsertionPoint.BEFORE_STEP, 0, kinds.Forwards("fsdp2"))
-        for value, may_share, words in (
-            ([weight], False, "shares memory with the model"),
-            ([torch.ones(1000, device=self.device)[:2]], True, "keep 4000 bytes alive"),
-            ([held], True, "1 of 1 tensors are alive"),
+        for value, words in (
+            ([torch.ones(1000, device=self.device)[:2]], "keep 4000 bytes alive"),
+            ([held], "1 of 1 tensors are alive"),
         ):
             with self.subTest(words), mock.patch.object(invariants, "RELEASE", 0.0):
                 if value[0] is held:
                     held.append(plain + 1)
                     value = list(held)
                 with self.assertRaisesRegex(AssertionError, words):
-                    invariants.check_taken(kinds.Taken(value, may_share), subject, "x")
+                    invariants.check_taken(kinds.Taken(value), subject, "x")
         invariants.check_taken(kinds.Taken([weight]), subject, "x")
-        invariants.check_taken(kinds.Taken([plain + 1], may_share=False), subject, "x")
+        invariants.check_taken(kinds.Taken([plain + 1]), subject, "x")
 
     @skip_if_lt_x_gpu(2)
     @parametrize("api", ["ddp", "fsdp1", "fsdp2"])
@@ -204,7 +174,7 @@ class TestKinds(TrainingMixin, FSDPTest):
                 model(torch.ones(1, 2, device=self.device)).sum().backward()
                 torch.optim.SGD(model.parameters(), lr=0.5).step()
             self.assertEqual(session.inserted, [])
-            self._train("fsdp2", None, ())
+            self._train(None, ())
             every = of_all_ranks(session.inserted)
         self.assertGreater(len(every[0]), 0)
         self.assertEqual(every[1:], every[:1])
@@ -215,21 +185,15 @@ class TestKinds(TrainingMixin, FSDPTest):
         with insertion.perturbed(self.id(), ("to",)) as session:
             with self.assertRaises(AttributeError), mock.patch.object(kinds, "no_such_name"):
                 pass
-            self._train("fsdp2", None, ())
+            self._train(None, ())
             self.assertGreater(len(session.inserted), 0)
 
     @skip_if_lt_x_gpu(2)
     def test_where_nothing_is_inserted(self):
         """Nothing is inserted while a mock is in force, because it may watch what the training loop calls."""
         with insertion.perturbed(self.id(), ("to",)) as session, mock.patch.object(kinds, "FAR", 1e20):
-            self._train("fsdp2", None, ())
+            self._train(None, ())
             self.assertEqual(session.inserted, [])
-
-
-def compare_outputs(test: Any, ref_model: nn.Module, model: Any) -> None:
-    with FSDP.summon_full_params(model):
-        params = [param.detach().clone() for param in model.parameters()]
-    test.assertEqual(params, [param.detach() for param in ref_model.parameters()])
 
 
 class TestNames(TestCase):

@@ -145,7 +145,6 @@ class Taken:
     """What an operation took from the model."""
 
     value: Any
-    may_share: bool = True  # whether documentation allows that it shares memory with the model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,19 +255,6 @@ def inference(subject: Subject) -> None:
         subject.root(*args, **kwargs)
 
 
-def _can_drop(subject: Subject) -> bool:
-    """Not FSDP1, which documents no reshard without a backward; no batch norm, whose statistics count forwards."""
-    counts = any(isinstance(module, nn.modules.batchnorm._NormBase) for module in subject.root.modules())
-    return subject.api == "fsdp2" and not counts and can_run(subject)
-
-
-@_kind(AROUND_STEP, "FSDPModule.reshard frees what forward unsharded; a dropped graph computes no gradient", _can_drop)
-def dropped(subject: Subject) -> None:
-    subject.run()
-    for unit in subject.units():
-        unit.reshard()  # as documented where no backward follows
-
-
 class _Planned(Exception):
     pass
 
@@ -326,23 +312,6 @@ def exception(subject: Subject) -> None:
     if subject.api == "fsdp2":
         root: Any = subject.root
         root.reset_iter_state()
-
-
-def _has_contexts(subject: Subject) -> bool:
-    """FSDP1 allows ``no_sync`` only for the root, which the first forward determines."""
-    root: Any = subject.root
-    return subject.api == "ddp" or (subject.api == "fsdp1" and bool(root._is_root))
-
-
-@_kind(EVERYWHERE, "no_sync and summon_full_params are contexts: their end undoes them", _has_contexts)
-def context(subject: Subject) -> None:
-    root: Any = subject.root
-    contexts = [root.no_sync]
-    if subject.api == "fsdp1":
-        contexts.append(lambda: FSDP.summon_full_params(root, writeback=False))
-    for each in contexts:
-        with contextlib.suppress(_Planned), each():
-            raise _Planned
 
 
 # --- State dicts ------------------------------------------------------------------------------------------------------
@@ -506,17 +475,3 @@ def clip(subject: Subject) -> None:
         root.clip_grad_norm_(FAR)
     else:
         torch.nn.utils.clip_grad_norm_(root.parameters(), FAR)
-
-
-@_kind(EVERYWHERE, "DTensor.full_tensor returns a tensor of its own", lambda subject: subject.api == "fsdp2")
-def full_tensor(subject: Subject) -> Taken:
-    params = list(subject.root.parameters())
-    tensors = [*params, *(param.grad for param in params if param.grad is not None)]
-    shards = [each for each in tensors if isinstance(each, DTensor) and each.is_floating_point()]
-    return Taken([each.full_tensor() for each in shards], may_share=any(map(_is_whole, shards)))
-
-
-def _is_whole(tensor: DTensor) -> bool:
-    """Whether this rank's shard is the full tensor, so that nothing has to be gathered."""
-    sizes = [tensor.device_mesh.size(dim) for dim, each in enumerate(tensor.placements) if not each.is_replicate()]
-    return all(size == 1 for size in sizes)
