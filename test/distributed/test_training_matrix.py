@@ -74,10 +74,8 @@ class TestFsdp1UnderTp(TestTrainingMatrix):
 
 
 class TestNoShard(TestTrainingMatrix):
-    """FSDP1 with NO_SHARD and offloading does not load parameters before its first forward."""
-
     configurations = ("fsdp1_offload_dcp_to_fsdp1_noshard",)
-    limits = dict.fromkeys(configurations, "what training has changed until it was loaded: 8 of 8 tensors are off")
+    known_defects = {"fsdp1_offload_dcp_to_fsdp1_noshard": ["fsdp1_offloaded_replicas_ignore_a_load"]}
 
 
 if __name__ == "__main__":

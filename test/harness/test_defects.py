@@ -44,10 +44,14 @@ Program = Callable[..., tuple[Any, Any]]
 
 def named_in_tests() -> set[str]:
     """The ids of the defects that tests of FSDP show, as a whole or in a block."""
-    files = trees(TESTS_OF_FSDP, with_words="torch_defect")
-    nodes = (node for _, tree in files for node in ast.walk(tree))
+    files = trees(TESTS_OF_FSDP, with_words="torch_defect|known_defects")
+    nodes = [node for _, tree in files for node in ast.walk(tree)]
     calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch_defect"]
-    return {ast.literal_eval(id) for call in calls for id in call.args}
+    of_models = [
+        node.value for node in nodes if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "known_defects"
+    ]
+    named = {id for value in of_models for ids in ast.literal_eval(value).values() for id in ids}
+    return named.union(ast.literal_eval(id) for call in calls for id in call.args)
 
 
 command = functools.partial(outputs, main)

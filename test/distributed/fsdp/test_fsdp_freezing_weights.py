@@ -269,7 +269,7 @@ class TestFreezingWeights(FSDPTest):
         changed = [not torch.equal(param, old) for param, old in zip(actual, initial.parameters())]
         self.assertEqual(changed, trainable)
 
-    @unperturbed("any forward drops the gradient of a frozen parameter", "eval", "inference")
+    @unperturbed("any forward drops the gradient of a frozen parameter", "eval", "inference", "to")
     @skip_if_lt_x_gpu(2)
     def test_freezing_between_microbatches(self):
         """FSDP1 drops the gradient of a parameter that is frozen, so it has only that of the last microbatch."""
