@@ -28,14 +28,17 @@ TEST_FILE = f"""
 import sys
 sys.path.insert(0, {str(INPUTS)!r})
 import models_to_check
+import torch
 from torch_fsdp_tests.common_utils import run_tests
 
-class TestTied(models_to_check.Healthy):
+class TestScalar(models_to_check.Healthy):
     configurations = ("fsdp2", "fsdp2_clip")
-    limits = {{"fsdp2": "shared with a parameter"}}
+    limits = {{"fsdp2": "scalar parameters"}}
 
     def build(self):
-        return models_to_check.tied()[0]
+        model = super().build()
+        model.scale = torch.nn.Parameter(torch.ones(()))
+        return model
 
 if __name__ == "__main__":
     run_tests()
@@ -179,14 +182,14 @@ M m:b fsdp2_clip: the loss of step 1 is 2
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "test_it.py").write_text(TEST_FILE)
             run = [sys.executable, str(ROOT / "run_test.py"), "--test-directory", folder, "-i", "test_it"]
-            check = [*COMMAND, f"{folder}/test_it.py:TestTied"]
-            for command, repeats in ((check, "--only fsdp2_clip"), (run, "-i test_it::TestTied::test_fsdp2_clip")):
+            check = [*COMMAND, f"{folder}/test_it.py:TestScalar"]
+            for command, repeats in ((check, "--only fsdp2_clip"), (run, "-i test_it::TestScalar::test_fsdp2_clip")):
                 with self.subTest(command[1]):
                     subprocess.run([*command, "--report", folder], capture_output=True, timeout=COMMAND_LIMIT)
                     page = re.sub("<[^>]*>", "", Path(folder, "report.html").read_text())
                     for words in (
-                        r"(?s)configurationTestTiedfsdp2l *fsdp2_clipE *E .*:TestTied fsdp2_clip: raised",
-                        r"limit: A weight is tied across two modules .* What to do: Shard these",
+                        r"(?s)configurationTestScalarfsdp2l *fsdp2_clipE *E .*:TestScalar fsdp2_clip: raised",
+                        r"limit: FSDP shards the first dimension .* What to do: Give it one dimension",
                     ):
                         self.assertIsNotNone(re.search(words, page), words)
                     self.assertIn(repeats, page)
