@@ -15,9 +15,10 @@ from torch_fsdp_tests.check import report
 from torch_fsdp_tests.check.__main__ import main
 from torch_fsdp_tests.check.checking import Finding
 from torch_fsdp_tests.common_utils import TestCase, run_tests
+from torch_fsdp_tests.dispatch import models_table
 from torch_fsdp_tests.models import ModelTestCase, comparing, configurations
 from torch_fsdp_tests.models.advice import advice
-from torch_fsdp_tests.models.configurations import Arithmetic, Configuration
+from torch_fsdp_tests.models.configurations import INTERFACES, Arithmetic, Configuration
 from torch_fsdp_tests.models.explaining import explaining
 from torch_fsdp_tests.verdict import State, Verdict
 from torch_fsdp_tests.verdict.of_configuration import Kind
@@ -193,6 +194,12 @@ M m:b fsdp2_clip: the loss of step 1 is 2
                     ):
                         self.assertIsNotNone(re.search(words, page), words)
                     self.assertIn(repeats, page)
+
+    def test_each_interface_is_in_the_table_of_a_run(self):
+        result = {"outcome": "passed", "ranks": [], "reason": "", "repeat": ""}
+        tests = [{"test": f"TestM.test_{name}", "configuration": {"name": name}, **result} for name in INTERFACES]
+        (model,) = models_table.of_run(({"file": "f"}, test) for test in tests).values()
+        self.assertEqual([*model["configurations"]], [*INTERFACES])
 
 
 class TestConfigurations(TestCase):

@@ -40,9 +40,7 @@ def _paragraph(finding: Finding) -> Iterator[str]:
     if finding.alone:
         yield f"    {finding.alone}"
     for cause in finding.explained:
-        yield f"    {cause.kind}: {cause.means}"
-        if cause.advice:
-            yield f"    what to do: {cause.advice}"
+        yield f"    {cause.in_full}"
     yield f"    repeat: {repeat_command(finding)}"
 
 

@@ -22,7 +22,8 @@ def of_run(tests: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> Mode
     models: dict[str, dict[str, Any]] = {name: {"warnings": [], "configurations": {}} for name in classes}
     for file, test in tests:
         name, method = _class(file, test), test["test"].rpartition(".")[2]
-        if name in models and method.startswith("test_fsdp"):  # one that was skipped in the test process has no facts
+        # One that was skipped in the test process has no facts.
+        if name in models and (test.get("configuration") or method.startswith(("test_fsdp", "test_replicate"))):
             models[name]["configurations"][method.removeprefix("test_")] = _result(test)
     return models
 

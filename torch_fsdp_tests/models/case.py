@@ -358,8 +358,8 @@ def _explained(error: RanksFailed | RanksErred, alone: str, causes: list[Explana
     verdict = error.verdict
     reason = f"{verdict.reason} ({alone})" if alone else verdict.reason
     explained: Any = type(error)(dataclasses.replace(verdict, reason=reason))
-    lines = [f"{cause.kind}: {cause.means}\n    what to do: {cause.advice or 'nothing is known'}" for cause in causes]
-    explained.args = ("\n".join(filter(None, [verdict.in_full, alone, *lines])),)
+    lines = (verdict.in_full, alone, *(cause.in_full for cause in causes))
+    explained.args = ("\n".join(filter(None, lines)),)
     explained.alone, explained.explained = alone, causes
     return explained
 

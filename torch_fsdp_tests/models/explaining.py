@@ -21,6 +21,11 @@ class Explanation(NamedTuple):
     means: str
     advice: str
 
+    @property
+    def in_full(self) -> str:
+        """One line, or two if there is something to do."""
+        return f"{self.kind}: {self.means}" + f"\n    what to do: {self.advice}" * bool(self.advice)
+
 
 def explaining(verdict: Verdict) -> list[Explanation]:
     """What explains an error. A mismatch has no message of torch, so nothing explains it."""
