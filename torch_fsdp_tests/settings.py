@@ -25,7 +25,6 @@ STRICT_NAMES_VARIABLE = "TORCH_FSDP_TESTS_STRICT_NAMES"
 STRICT_LEAKS_VARIABLE = "TORCH_FSDP_TESTS_STRICT_LEAKS"
 # A test fails if its streams do not wait for each other where they share memory.
 CHECK_STREAMS_VARIABLE = "TORCH_FSDP_TESTS_CHECK_STREAMS"
-PERTURB_VARIABLE = "TORCH_FSDP_TESTS_PERTURB"
 # The folder in which ranks record their behaviour, and whether operators belong to it. Only the dispatcher sets them.
 BEHAVIOUR_VARIABLE = "TORCH_FSDP_TESTS_BEHAVIOUR"
 OPERATORS_VARIABLE = "TORCH_FSDP_TESTS_OPERATORS"
@@ -40,22 +39,6 @@ MAX_RANKS = 65536  # of one test; more than any launcher makes
 # Of a test that does not set its own number, on the CPU. The dispatcher lends a file at most as many devices.
 USUAL_RANKS = 4
 FEW_RANKS = 2  # on the CPU, of a test for which a few ranks are enough
-
-
-# Each kind of perturbation, with what it inserts into training loops. ``perturb.kinds`` has a function for each.
-PERTURBATIONS = {
-    "eval": "a forward of the root in eval mode under no_grad",
-    "inference": "the same under inference_mode",
-    "state_dict": "state dicts of the root, of an inner module and of the optimizer, dropped",
-    "dsd": "full and sharded state dicts of model and optimizer through DSD, dropped",
-    "load": "load_state_dict of the model and of the optimizer with copies of their own state dicts",
-    "dsd_load": "set_state_dict of what get_state_dict returns",
-    "dcp": "dcp.save and dcp.load of model and optimizer",
-    "unshard": "unshard() and reshard() of each module, or summon_full_params",
-    "to": "a conversion of the model to its own device and dtype",
-    "clip": "clipping of the gradients to a norm that they do not have",
-    "exception": "an exception in forward, caught",
-}
 
 
 class ConfigurationError(ValueError):
@@ -109,7 +92,6 @@ VARIABLES = (
     Variable(STRICT_NAMES_VARIABLE, option="--strict-names"),
     Variable(STRICT_LEAKS_VARIABLE, "1: fail a test that leaks", is_repeated=True),
     Variable(CHECK_STREAMS_VARIABLE, option="--check-streams"),
-    Variable(PERTURB_VARIABLE, option="--perturb"),
     Variable(SHOW_VARIABLE, "1: show what ranks print, even if they pass"),
     Variable(START_VARIABLE, "spawn: start each rank as a fresh interpreter", default="fork", is_repeated=True),
     Variable(LAUNCHED_VARIABLE, "1 or 0: a launcher did, or did not, make the ranks"),
@@ -199,17 +181,6 @@ def is_on(variable: str, environment: Mapping[str, str]) -> bool:
     return environment.get(variable) == "1"
 
 
-def perturbations(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The kinds of perturbations, none by default. Raises :class:`ConfigurationError` for an unknown kind."""
-    names = tuple(filter(None, environment.get(PERTURB_VARIABLE, "").split(",")))
-    for name in names:
-        if name not in (*PERTURBATIONS, "all"):
-            raise ConfigurationError(
-                f"there is no perturbation {name!r}; there are: {', '.join(PERTURBATIONS)}, or all"
-            )
-    return tuple(PERTURBATIONS) if "all" in names else names
-
-
 def whole(variable: str, text: str, most: int) -> int:
     """The whole number from 1 to ``most`` in a variable. Raises :class:`ConfigurationError` for an invalid value."""
     if not (text.isdecimal() and len(text) <= len(str(most)) and 1 <= int(text) <= most):
@@ -219,4 +190,4 @@ def whole(variable: str, text: str, most: int) -> int:
 
 def check(environment: Mapping[str, str]) -> None:
     """Raise :class:`ConfigurationError` if a variable has a value that tests with ranks would reject."""
-    timeout(environment), start(environment), ranks(environment), perturbations(environment)
+    timeout(environment), start(environment), ranks(environment)

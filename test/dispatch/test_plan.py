@@ -14,7 +14,6 @@ from typing import Any
 
 from trees import FolderCase
 
-from torch_fsdp_tests import settings
 from torch_fsdp_tests.device import vendors
 from torch_fsdp_tests.device.vendors import Vendor
 from torch_fsdp_tests.dispatch import devices, expectations, keywords, last_failures, options, plan, times
@@ -486,7 +485,6 @@ class TestOptions(unittest.TestCase):
         run = self.parse("--shard", "2", "3", "--seed", "7", "-i", "a", "b", "-i", "c", "--pipe-logs")
         self.assertEqual((run.shard, run.num_shards, run.seed, run.shuffle), (2, 3, 7, True))
         self.assertEqual((run.include, run.pipe_logs, run.logs_by_option), (("a", "b", "c"), True, True))
-        self.assertEqual(self.parse("--perturb", "all,eval").perturb, tuple(settings.PERTURBATIONS))
         run = options.parse(["--list", "--", "--locals", "--", "-v", "--seed"], {}, ROOT)
         self.assertEqual(run.arguments, ("--locals", "--", "-v", "--seed"))
         others = ["--list", "--test-directory", str(ROOT), "--", "--device"]
@@ -593,11 +591,9 @@ class TestOptions(unittest.TestCase):
             ("--devices", "0-99999999999"): "'0-99999999999' has more than 10000 devices",
             ("--devices", "1,1"): "names a device twice",
             ("--devices", "0-"): "'0-' is not a range of devices, such as 0-7",
-            ("--perturb", ""): "'' names no perturbation; give 'all', or leave the option out",
-            ("--perturb", ","): "',' names no perturbation",
-            ("--perturb", "all,nope"): "there is no perturbation 'nope'",
             ("-k", ""): "an empty pattern would select every test",
             ("-k", "a b"): "-k/--pytest-k-expr: 'a b' is not an expression: join words and globs with and, or, not",
+            ("--perturb", "all"): "--perturb was removed: python -m torch_fsdp_tests.check",
             ("--shrd", "3"): "unrecognized arguments: --shrd; did you mean --shard?\n",
             ("-f", "a"): "unrecognized arguments: -f; --help shows all options\n",
             ("--xyzzy=1",): "unrecognized arguments: --xyzzy=1; --help shows all options\n",

@@ -106,11 +106,6 @@ class TestBadEnds(TreeCase):
             fresh: dict[str, Any] = {"env": {"PYTHONIOENCODING": encoding}, "preexec_fn": lambda: None}
             self.check(files, passed=1, failed=1, says=[r"AssertionError: \\u2192 x"], **fresh)
 
-    def test_failures_under_perturbation_may_be_known_defects(self):
-        says = ["perturbation also shows known defects of torch: repeat with --with-fixes"]
-        self.check({"test_x": FAIL}, ["--perturb", "eval"], failed=1, says=says)
-        self.assertNotIn("known defects", self.check({"test_x": PASS}, ["--perturb", "eval"], passed=1))
-
 
 class TestSelecting(TreeCase):
     """Without it, a word could select other tests than the user named."""

@@ -16,7 +16,7 @@ LAYERS = [re.findall(r"`([\w.]+)`", line.split("|")[1]) for line in TABLE.splitl
 # Their functions run in processes of test files, which import torch.
 IN_TEST_FILES = {"dispatch.run_file", "dispatch.forkserver"}
 NUMBERS = {name: number for number, names in enumerate(LAYERS) for name in names}
-TEST_BASES = ("behaviour", "common_", "defects", "distributed", "fsdp", "models", "perturb")
+TEST_BASES = ("behaviour", "common_", "defects", "distributed", "fsdp", "models")
 
 
 def room(name: str) -> str:

@@ -211,17 +211,6 @@ def _checked_streams() -> contextlib.AbstractContextManager[None]:
     return ordering.checked(conclude)
 
 
-def _perturbed(test: Any, name: str) -> contextlib.AbstractContextManager[Any]:
-    """The insertions into the training loops of a test in a rank, if the setting says so."""
-    left_out = getattr(test, "unperturbed", ()) or getattr(getattr(test, "__self__", None), "unperturbed", ())
-    kinds = [kind for kind in settings.perturbations(os.environ) if kind not in left_out]
-    if not kinds:
-        return contextlib.nullcontext()
-    from torch_fsdp_tests.perturb import insertion  # not at import, because it imports DCP and FSDP
-
-    return insertion.perturbed(name, kinds)
-
-
 def _is_torchs(cls: type) -> bool:
     """Whether PyTorch defines a class, such as ``torch._dynamo.test_case.TestCase``, which tests may have as a base."""
     return cls.__module__.partition(".")[0] == "torch"
@@ -380,7 +369,7 @@ class RankTestCase(TestCase):
         def body() -> None:
             nonlocal returned
             try:
-                with _checked_streams(), self._behaviour(), _perturbed(getattr(self, test_name), self.id()):
+                with _checked_streams(), self._behaviour():
                     returned = getattr(self, test_name)(**kwargs)
             except Exception as error:
                 with contextlib.suppress(AttributeError):  # then it counts as an exception of the fixtures

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from torch_fsdp_tests.installed_torch import torch_facts, torch_names
-from torch_fsdp_tests.perturb import paused
 
 _param_group = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
 
@@ -40,8 +39,7 @@ def swapped(write: Callable[[Any], None], original: Any, replacement: Any) -> It
     _meet()
     write(replacement)
     try:
-        with paused():
-            yield
+        yield
         _meet()
     finally:
         write(original)

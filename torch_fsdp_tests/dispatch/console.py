@@ -17,7 +17,7 @@ from torch_fsdp_tests.dispatch import devices, hosts
 from torch_fsdp_tests.dispatch.atomic import naming
 from torch_fsdp_tests.dispatch.file_process import TestProcess
 from torch_fsdp_tests.dispatch.file_result import Attempt, FileResult
-from torch_fsdp_tests.dispatch.repeat import perturbations, repeat_command
+from torch_fsdp_tests.dispatch.repeat import repeat_command
 from torch_fsdp_tests.dispatch.rounds import summary
 from torch_fsdp_tests.dispatch.run_plan import RunPlan
 from torch_fsdp_tests.dispatch.run_results import Results
@@ -120,8 +120,6 @@ class Console:
             about.append("devices shared")
         about += [f"up to {plural(self._slots, 'file')} at a time", plural(devices.cores(), "core")]
         about.append(f"seed {self._run.seed}")
-        if kinds := perturbations(self._run):
-            about.append(f"perturbed by {kinds}")
         if fixed := self._run.fixes:
             names = ", ".join(fixed) if len(fixed) <= MOST_NAMES else f"{len(fixed)} of them"
             about.append("with all fixes" if fixes.are_all(fixed) else f"with fixes: {names}")

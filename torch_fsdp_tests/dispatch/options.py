@@ -63,6 +63,8 @@ LESS_USED = """\
 also accepted, for the documented tasks and command lines of PyTorch's CI: --distributed-tests,
 --exclude-distributed-tests, --disabled-tests, --slow-tests, --rerun-disabled-tests, --test-times, --pipe-logs,
 --showlocals, --no-showlocals, --strict-names"""
+# Options that no longer exist, with what to do instead.
+_REMOVED = {"--perturb": "python -m torch_fsdp_tests.check compares a model before and after each step"}
 # Fields that an ordinary command line of this suite leaves alone, and one of PyTorch's CI does not.
 _SIGNS_OF_CI = ("without_effect", "distributed_only", "without_distributed")
 
@@ -78,7 +80,10 @@ class Parser(argparse.ArgumentParser):
             import difflib  # imported late, because it is rarely needed
 
             names = [name.strip("-") for name in self.effective_options() if name.startswith("--")]
-            typed = word.split()[0].partition("=")[0].strip("-")
+            typed = word.split()[0].partition("=")[0]
+            if typed in _REMOVED:
+                self.exit(ExitStatus.USAGE_ERROR, f"{self.prog}: {typed} was removed: {_REMOVED[typed]}\n")
+            typed = typed.strip("-")
             begun = [name for name in names if len(typed) > 1 and name.startswith(typed)]
             close = begun or difflib.get_close_matches(typed, names, n=1)
             message += f"; did you mean --{close[0]}?" if close else "; --help shows all options"
@@ -147,14 +152,6 @@ def _seed(text: str) -> int:
     if text == "random":
         return int.from_bytes(os.urandom(4), "big")
     return whole_number(0, 2**64 - 1)(text)
-
-
-@_option_type
-def _perturbations(text: str) -> tuple[str, ...]:
-    kinds = settings.perturbations({settings.PERTURB_VARIABLE: text})
-    if not kinds:
-        raise ValueError(f"{text!r} names no perturbation; give 'all', or leave the option out")
-    return kinds
 
 
 class _Version(argparse.Action):
@@ -240,8 +237,6 @@ def make_parser() -> Parser:
     add("--strict-defects", **flag, help=words)
     words = "fail a test if streams, or the CPU, do not wait for each other where they share memory; also on the CPU"
     add("--check-streams", **flag, help=words)
-    words = "insert operations that must not change anything into training loops: 'all', or some of "
-    add("--perturb", type=_perturbations, metavar="KINDS", help=f"{words}{', '.join(settings.PERTURBATIONS)}")
     words = "fail the run if fewer than N tests were executed"
     add("--minimum-executed", type=whole_number(0, MAX_TESTS), metavar="N", help=words)
     words = "seed for the order of tests and for random numbers, or 'random' "

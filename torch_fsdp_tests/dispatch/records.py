@@ -43,10 +43,6 @@ class Records:
         written = list(_write(run, results))
         remarks = [*results.list_remarks(), *results.written_remarks()]
         remarks += [*(f"unknown test: {words}" for words in results.unknown()), *results.remarks]
-        if run.perturb and results.failed and not run.fixes:
-            remarks.append(
-                "perturbation also shows known defects of torch: repeat with --with-fixes to see what else fails"
-            )
         remarks += [words for words, _ in written]
         if self._earlier is not None:
             remarks += compare.lines(self._earlier, report.as_json(results))

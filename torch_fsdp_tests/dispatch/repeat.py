@@ -37,7 +37,6 @@ def repeat_command(run: RunTests, file: str, facts: Mapping[str, Any], test: Tes
         "--strict-defects": run.strict_defects,
         "--strict-names": run.strict_names,
         "--check-streams": run.check_streams,
-        "--perturb": perturbations(run),
     }
     for option, value in options.items():
         if value is not None and value is not False:
@@ -53,8 +52,3 @@ def repeat_command(run: RunTests, file: str, facts: Mapping[str, Any], test: Tes
     names = [variable.name for variable in settings.VARIABLES if variable.is_repeated]
     set_ones = [f"{name}={shlex.quote(value)}" for name in names if (value := os.environ.get(name))]
     return " ".join([*set_ones, shlex.join(words)])
-
-
-def perturbations(run: RunTests) -> str | None:
-    """The kinds, as the option takes them."""
-    return "all" if run.perturb == tuple(settings.PERTURBATIONS) else ",".join(run.perturb) or None

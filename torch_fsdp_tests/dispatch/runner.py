@@ -69,7 +69,6 @@ def _requested_settings(run: RunTests) -> dict[str, str]:
         settings.STRICT_DEFECTS_VARIABLE: "1" if run.strict_defects else None,
         settings.STRICT_NAMES_VARIABLE: "1" if run.strict_names else None,
         settings.CHECK_STREAMS_VARIABLE: "1" if run.check_streams else None,
-        settings.PERTURB_VARIABLE: ",".join(run.perturb) or None,
         settings.BEHAVIOUR_VARIABLE: None if run.behaviour is None else str(run.behaviour),
         settings.OPERATORS_VARIABLE: "1" if run.operators else None,
         RANKS_VARIABLE: None if run.ranks is None else str(run.ranks),

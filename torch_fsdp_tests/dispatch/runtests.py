@@ -58,7 +58,6 @@ class RunTests:
     strict_defects: bool = False
     strict_names: bool = False
     check_streams: bool = False
-    perturb: tuple[str, ...] = ()  # the kinds of perturbations
     minimum_executed: int = 0
     show_locals: bool = False
     verbose: bool = False

@@ -54,7 +54,6 @@ from torch_fsdp_tests.fsdp.training import (
     train,
 )
 from torch_fsdp_tests.installed_torch import torch_facts
-from torch_fsdp_tests.perturb import unperturbed
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from distributed._composable.forward_methods import ForwardMethodsMixin
@@ -292,7 +291,6 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
         self._check_training(ref_model, model, lambda: self._tokens(2, 8), step=step, optim_cls=ShardAdamW)
         self.assertEqual([internals.pending_gather(group) for group in internals.groups_of(model)], [None] * 9)
 
-    @unperturbed("each forward of the root takes the event", "eval", "inference", "exception")
     @skip_if_lt_x_gpu(2)
     def test_post_optim_event(self):
         """The next forward waits for the event that the optimizer's hook records, and then clears it."""

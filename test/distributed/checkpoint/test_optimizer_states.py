@@ -20,7 +20,6 @@ from torch_fsdp_tests.defects import NO_DEFECT, torch_defect
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.shards import local_of
-from torch_fsdp_tests.perturb import unperturbed
 
 LOCAL = torch_defect("dcp_local_optim_states_are_saved_by_one_rank")
 DTYPE = torch_defect("optimizer_loaded_states_get_the_parameters_dtype")
@@ -66,7 +65,6 @@ class TestOptimizerStates(FSDPTest):
         model = fully_shard(nn.Linear(4, 4, device=self.device))
         return model, Keeping(model.parameters(), kind)
 
-    @unperturbed("DCP saves plain tensors of one rank", "dcp")
     @skip_if_lt_x_gpu(2)
     @with_temp_dir
     @subtests(kind=list(STATES))

@@ -29,7 +29,6 @@ from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import average_gradients, named, of_all_ranks
-from torch_fsdp_tests.perturb import unperturbed
 
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD, "mixed_strategy"]
 NORM_TYPES = [1, 2, math.inf]
@@ -348,7 +347,6 @@ class TestClipGradNorm(FSDPTest):
 class TestClipGradNormHSDP(FSDPTest):
     world_size = 4
 
-    @unperturbed("only some instances have a mesh, and cannot share a config", "state_dict", "dsd", "dsd_load", "dcp")
     @skip_if_lt_x_gpu(4)
     @subtests(root=["full", "hybrid"], nested=["full", "hybrid"], norm_type=NORM_TYPES, use_orig_params=[False, True])
     def test_norm_over_the_ranks_of_each_instance(self, root, nested, norm_type, use_orig_params):

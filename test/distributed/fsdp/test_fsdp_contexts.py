@@ -30,7 +30,6 @@ from torch_fsdp_tests.fsdp.references import (
     replicate_in_place,
 )
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
-from torch_fsdp_tests.perturb import unperturbed
 
 Context = Callable[[Any], AbstractContextManager[Any]]
 Use = Callable[[Any], object]
@@ -200,7 +199,6 @@ class _ContextsBase(FSDPTest):
 
 
 class TestContexts(_ContextsBase):
-    @unperturbed("FSDP1 stays in the state in which an exception leaves it")
     @skip_if_lt_x_gpu(2)
     @subtests(pairwise=True, valid=is_valid, context=list(CONTEXTS), kind=list(KINDS), first=[True, False])
     def test_exception_in_context(self, context, kind, first):

@@ -21,7 +21,6 @@ from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import Call, recorded
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.installed_torch import torch_names
-from torch_fsdp_tests.perturb import unperturbed
 
 exec_order_utils = torch_names.module("torch.distributed.fsdp._exec_order_utils")
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
@@ -81,7 +80,6 @@ def _order_warnings() -> Iterator[list[str]]:
     texts += [str(each.message) for each in caught if "orward order differs" in str(each.message)]
 
 
-@unperturbed("the order of forwards is its subject")
 class TestFSDPExecOrder(FSDPTest):
     def _wrapped(
         self, sharding_strategy: ShardingStrategy, device: str, level: dist.DebugLevel = dist.DebugLevel.DETAIL

@@ -23,7 +23,6 @@ from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.internals import Handle
 from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters
 from torch_fsdp_tests.installed_torch.torch_names import set_attribute
-from torch_fsdp_tests.perturb import unperturbed
 
 # The range of a parameter's elements in a shard: first and last index within the flattened parameter.
 Offsets = dict[str, tuple[int, int]]
@@ -475,7 +474,6 @@ class ShardsTest(FlattenTest):
                 begin, end = offsets.get(name, (0, -1))
                 self.assertEqual(param.detach(), pieces[name][begin : end + 1], rtol=0, atol=0, may_be="empty")
 
-    @unperturbed("no ShardedTensor can be made of its parameters", "state_dict", "dsd", "dsd_load", "dcp")
     @skip_if_lt_x_gpu(2)
     @subtests(layout=list(LAYOUTS), use_orig_params=[False, True])
     def test_weights_of_any_layout_are_trained(self, layout, use_orig_params):

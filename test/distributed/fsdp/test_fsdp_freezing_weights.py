@@ -24,7 +24,6 @@ from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.installed_torch import torch_names
-from torch_fsdp_tests.perturb import unperturbed
 
 IMAGES = (2, 3, 8, 8)  # small: pooling makes the layers independent of the image size
 STEPS = 3
@@ -269,7 +268,6 @@ class TestFreezingWeights(FSDPTest):
         changed = [not torch.equal(param, old) for param, old in zip(actual, initial.parameters())]
         self.assertEqual(changed, trainable)
 
-    @unperturbed("any forward drops the gradient of a frozen parameter", "eval", "inference", "to")
     @skip_if_lt_x_gpu(2)
     def test_freezing_between_microbatches(self):
         """FSDP1 drops the gradient of a parameter that is frozen, so it has only that of the last microbatch."""

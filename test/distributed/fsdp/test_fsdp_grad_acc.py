@@ -21,7 +21,6 @@ from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters
-from torch_fsdp_tests.perturb import unperturbed
 
 Batch = tuple[torch.Tensor, ...]
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
@@ -147,11 +146,6 @@ class TestGradAcc(FSDPTest):
         """Nine batches, by threes inside and outside ``no_sync()``, give the gradient of one pass over all of them."""
         self._test_grad_acc(batch_dim=1, cpu_offload=CPUOffload(offload_params=False), **options)
 
-    @unperturbed(
-        "with NO_SHARD, a forward under no_grad inside no_sync brings back offloaded gradients",
-        "eval",
-        "inference",
-    )
     @skip_if_lt_x_gpu(2)
     @parametrize("use_orig_params", [False, True])
     @subtests(backward_prefetch=[None, *BackwardPrefetch], sharding_strategy=STRATEGIES)

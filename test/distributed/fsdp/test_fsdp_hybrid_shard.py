@@ -35,7 +35,6 @@ from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters
-from torch_fsdp_tests.perturb import unperturbed
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from distributed.fsdp.fsdp1_cases import machines_of, states_may_be_synced
@@ -233,7 +232,6 @@ class TestFSDPHybridShard(FSDPTest):
         model.transformer = FSDP(model.transformer, **hybrid)
         return FSDP(model, sharding_strategy=ShardingStrategy.FULL_SHARD, use_orig_params=use_orig_params)
 
-    @unperturbed("only some instances have a mesh, and cannot share a config", "state_dict", "dsd", "dsd_load", "dcp")
     @skip_if_lt_x_gpu(2)
     @subtests(
         hsdp_sharding_strategy=internals.hybrid_strategies,

@@ -23,7 +23,6 @@ from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average, full_parameters, named, of_all_ranks
-from torch_fsdp_tests.perturb import unperturbed
 
 
 class Model(nn.Module):
@@ -252,7 +251,6 @@ class TestFSDPIgnoredModules(FSDPTest):
             model = FSDP(model, ignored_modules=[model])
         self.assertIsNone(internals.handle(model))
 
-    @unperturbed("the ranks have different states", "state_dict", "dsd", "dsd_load", "dcp")
     @skip_if_lt_x_gpu(2)
     @subtests(pass_ignored_modules_to_root=[False, True], ignore_modules=[True, False])
     def test_diff_ignored_modules_across_ranks(self, pass_ignored_modules_to_root, ignore_modules):

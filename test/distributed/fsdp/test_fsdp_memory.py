@@ -29,7 +29,6 @@ from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import bytes_of
 from torch_fsdp_tests.installed_torch import torch_names
-from torch_fsdp_tests.perturb import unperturbed
 
 BYTES = 4  # of a float32
 ITERATIONS = 4
@@ -101,7 +100,6 @@ def create_model(with_fsdp: bool, with_checkpoint: bool, model_hidden_dim: int, 
     return model
 
 
-@unperturbed("it measures memory")
 class TestFSDPMemory(FSDPTest):
     world_size = 2
 

@@ -24,7 +24,6 @@ from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters, named
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
 from torch_fsdp_tests.installed_torch import torch_names
-from torch_fsdp_tests.perturb import unperturbed
 
 default_hooks = torch_names.module("torch.distributed.algorithms._comm_hooks.default_hooks")
 
@@ -221,7 +220,6 @@ HIDDEN = dict.fromkeys([method for method in METHODS if "optim" in method], "Par
 OF_NO_INSTANCE = ("module", "fsdp_modules", "set_state_dict_type", "get_state_dict_type", "apply")
 
 
-@unperturbed("the states of FSDP are its subject")
 class TestMethods(FSDPTest):
     world_size = 2
 

@@ -52,7 +52,6 @@ from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, data_parallel, full_parameters, named
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
 from torch_fsdp_tests.installed_torch import torch_names
-from torch_fsdp_tests.perturb import unperturbed
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from distributed.fsdp.fsdp1_cases import TwoLayers, states_may_be_synced
@@ -939,7 +938,6 @@ class TestFSDPMiscWorldSize1(FSDPTestMultiThread):
         with self.assertRaisesRegex(RuntimeError, on_device.format(META)):
             model(x)
 
-    @unperturbed("it records how parameters are set")
     @skip_if_lt_x_gpu(1)
     @subtests(use_orig_params=[False, True])
     def test_unsafe_setattr(self, use_orig_params):

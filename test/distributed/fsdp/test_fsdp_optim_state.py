@@ -43,7 +43,6 @@ from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.internals import checkpoint_wrapping, sharded_tensors
 from torch_fsdp_tests.fsdp.references import average
 from torch_fsdp_tests.installed_torch import torch_facts, torch_names
-from torch_fsdp_tests.perturb import unperturbed
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from distributed.fsdp.optim_states import (
@@ -225,7 +224,6 @@ class TestFSDPOptimState(OptimStateTest):
         self.assertEqual(actual["state"], expected, exact_device=False)
         self.assertEqual([group["params"] for group in actual["param_groups"]], [list(expected)])
 
-    @unperturbed("the optimizers of the ranks have different parameters")
     @skip_if_lt_x_gpu(2)
     def test_full_optim_state_dict_nested_invalid(self):
         """All ranks raise an error if one of them lacks a state that rank 0 has."""

@@ -21,7 +21,6 @@ from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
-from torch_fsdp_tests.perturb import unperturbed
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from distributed.fsdp.optim_states import (
@@ -72,7 +71,6 @@ class TestFSDPOptimState(OptimStateTest):
         with torch_defect("fsdp1_optim_state_after_a_stateless_parameter_is_lost", when=without == "weight"):
             self.assertEqual(state["momentum_buffer"].cpu(), whole.chunk(2)[self.rank], may_be="zero")
 
-    @unperturbed("no ShardedTensor can be made of its parameters", "state_dict", "dsd", "dsd_load", "dcp")
     @skip_if_lt_x_gpu(2)
     @subtests(memory_format=[torch.contiguous_format, torch.channels_last], use_orig_params=[False, True])
     def test_state_in_each_memory_format(self, memory_format, use_orig_params):
@@ -179,7 +177,6 @@ class TestFSDPOptimState(OptimStateTest):
         (state,) = load(model, optim, osd)["state"].values()
         self.assertEqual((state["number"], state["nothing"]), (2.74, None))
 
-    @unperturbed("FSDP1 cannot save these states", "state_dict", "dsd", "dsd_load", "dcp")
     @skip_if_lt_x_gpu(2)
     @subtests(amsgrad=[(False, False), (True, True), (False, True)])
     def test_kinds_of_state_by_group(self, amsgrad):

@@ -26,7 +26,6 @@ from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.installed_torch import torch_facts, torch_names
-from torch_fsdp_tests.perturb import unperturbed
 
 limiter = torch_names.module("torch.distributed.fsdp._limiter_utils")
 Event = tuple[str, int]  # the kind of event, and the number of the layer
@@ -224,7 +223,6 @@ class TestForwardOverlapWorldSizeTwo(TestForwardOverlapWorldSizeOne):
         sharding_strategy=[ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
         limit_all_gathers=[False, True],
     )
-    @unperturbed("its forward needs gradients", "eval", "inference")
     def test_backward_order(self, backward_prefetch, sharding_strategy, limit_all_gathers):
         """The next layer is all-gathered before this layer's gradients, after them, or when its backward begins."""
         events: list[Event] = []

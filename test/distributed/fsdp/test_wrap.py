@@ -53,7 +53,6 @@ from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters
 from torch_fsdp_tests.installed_torch import torch_names
-from torch_fsdp_tests.perturb import unperturbed
 
 wrapping = torch_names.module("torch.distributed.fsdp.wrap")
 wrap_utils = torch_names.module("torch.distributed.fsdp._wrap_utils")
@@ -274,7 +273,6 @@ class TestFSDPWrap(FSDPTest):
                 optim.step()
         self.assertEqual(full_parameters(model), reference.state_dict())
 
-    @unperturbed("a policy separates a shared module", "dsd", "dsd_load", "dcp")
     @skip_if_lt_x_gpu(2)
     @subtests(
         policy=["by hand", "classes", "custom", "function"], shared=[False, True], parents=[1, 2], flat=[True, False]

@@ -43,7 +43,6 @@ from torch_fsdp_tests.fsdp.references import average, full
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
 from torch_fsdp_tests.fsdp.training import check_parity, optimizers, shard_each, take_step
 from torch_fsdp_tests.installed_torch import torch_facts
-from torch_fsdp_tests.perturb import unperturbed
 
 DIM = 24
 ITERATIONS = 10
@@ -344,7 +343,6 @@ class TestFullyShardAutograd(FSDPTest):
         with torch_defect("fsdp2_hooks_of_parameters_do_not_run", when=register == "register_hook"):
             check_parity(self, ref_model, model)
 
-    @unperturbed("its forward needs gradients", "eval", "inference")
     @skip_if_lt_x_gpu(2)
     @subtests(wrapped=[("",), ("energy", ""), ("energy", "scale", "")], reshard_after_forward=[True, False, None])
     def test_gradient_inside_forward(self, wrapped, reshard_after_forward):

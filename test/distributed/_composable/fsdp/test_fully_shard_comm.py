@@ -62,7 +62,6 @@ from torch_fsdp_tests.fsdp.training import (
     train,
 )
 from torch_fsdp_tests.installed_torch import torch_facts, torch_names
-from torch_fsdp_tests.perturb import unperturbed
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from distributed._composable.fsdp.communication import (
@@ -423,14 +422,6 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
             copy_values(ref_model, computing)
         check_sharded_parity(self, ref_model, model)
 
-    @unperturbed(
-        "its groups are destroyed between the subtests, and their names are used again",
-        "dsd",
-        "dsd_load",
-        "dcp",
-        "full_tensor",
-        "state_dict",
-    )
     @needs(torch_facts.LIMITS_REDUCE_SCATTER_INPUT_BUFFERS)
     @skip_if_lt_x_gpu(2)
     @subtests(is_hsdp=[False, True], reshard_after_forward=[True, False])

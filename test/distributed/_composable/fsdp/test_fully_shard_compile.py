@@ -48,7 +48,6 @@ from torch_fsdp_tests.fsdp.references import average_gradients, mean_backward
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
 from torch_fsdp_tests.fsdp.training import check_gradients, optimizers, shard_each, take_step
 from torch_fsdp_tests.installed_torch import torch_facts
-from torch_fsdp_tests.perturb import unperturbed
 
 DIM = 16
 ITERATIONS = 5  # upstream has 10; nothing new is compiled after the second (test_no_recompiles)
@@ -314,7 +313,6 @@ class TestFullyShardCompileCompute(CompileTest):
         torch._dynamo.reset()
 
 
-@unperturbed("it compares with what was compiled before")
 class TestFullyShardCompile(CompileTest):
     power_of_two_ranks = True
 

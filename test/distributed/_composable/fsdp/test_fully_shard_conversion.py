@@ -27,7 +27,6 @@ from torch_fsdp_tests.fsdp.seeded import filled, uniform
 from torch_fsdp_tests.fsdp.shards import local_of, shard_largest_dim, shard_of
 from torch_fsdp_tests.fsdp.training import loss_of
 from torch_fsdp_tests.installed_torch import torch_facts
-from torch_fsdp_tests.perturb import unperturbed
 
 HOST = torch.device("cpu")  # the CPU is the subject
 bf16, f32 = torch.bfloat16, torch.float32
@@ -292,7 +291,6 @@ class TestFullyShardConversion(FSDPTestMultiThread):
             expected = grad if asked else grad.to(dtype)
             self.assertEqual(param.grad.to_local(), expected, rtol=0, atol=0, may_be="empty")  # one row
 
-    @unperturbed("the first unshard after a conversion shares tied parameters again")
     @needs(torch_facts.ASKS_PARAMETERS_FOR_GRAD_DTYPE)
     @skip_if_lt_x_gpu(1)
     @subtests(conversion=list(CONVERSIONS), loads=[False, True])

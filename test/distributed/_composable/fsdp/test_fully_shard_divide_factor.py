@@ -21,7 +21,6 @@ from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.training import (
     TrainingMixin,
 )
-from torch_fsdp_tests.perturb import unperturbed
 
 
 class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
@@ -46,7 +45,6 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         expected = (torch.tensor(10.0, dtype=dtype, device=self.device) / factor).float()
         self.assertEqual(grad, expected.expand_as(grad), rtol=0, atol=0)
 
-    @unperturbed("threads share DTensor's cache of groups", "dsd", "dsd_load", "dcp")
     @skip_if_lt_x_gpu(4)
     @subtests(forces_sum=[False, True], shape=[(4,), (2, 2)])
     def test_divide_factor_of_zero(self, forces_sum, shape):

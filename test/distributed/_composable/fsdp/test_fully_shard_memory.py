@@ -40,7 +40,6 @@ from torch_fsdp_tests.fsdp.references import average_gradients, bytes_of
 from torch_fsdp_tests.fsdp.shards import local_of
 from torch_fsdp_tests.fsdp.training import shard_each, tiny_transformer
 from torch_fsdp_tests.installed_torch import torch_facts
-from torch_fsdp_tests.perturb import unperturbed
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from distributed._composable.fsdp import experts
@@ -102,7 +101,6 @@ class MemoryTest(FSDPTest):
         return bytes_of(each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter))
 
 
-@unperturbed("it measures memory")
 class TestFullyShardMemory(MemoryTest):
     world_size = 2
 
@@ -536,7 +534,6 @@ class TestFullyShardMemory(MemoryTest):
         self.assertEqual(bytes_of(local_of(grad) for grad in grads), reduced * BYTES + cast * 2)
 
 
-@unperturbed("it measures memory")
 @needs(torch_facts.HAS_MESH_PER_PARAMETER)
 class TestFullyShardPerParamMeshMemory(MemoryTest):
     world_size = 4

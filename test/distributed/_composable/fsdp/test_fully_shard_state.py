@@ -25,7 +25,6 @@ from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.training import shard_each
 from torch_fsdp_tests.installed_torch import torch_facts
-from torch_fsdp_tests.perturb import unperturbed
 
 
 class Base(nn.Module):
@@ -238,7 +237,6 @@ class TestFullyShardState(FSDPTestMultiThread):
         fully_shard(layer)(self._input(4))
         self.assertEqual(kinds, [False])
 
-    @unperturbed("it records assignments")
     @skip_if_lt_x_gpu(1)
     def test_module_that_assigns_by_itself(self):
         """FSDP registers parameters through a module's own ``__setattr__``."""

@@ -72,7 +72,6 @@ from torch_fsdp_tests.fsdp.training import (
     train,
 )
 from torch_fsdp_tests.installed_torch import torch_facts
-from torch_fsdp_tests.perturb import unperturbed
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from distributed._composable.forward_methods import ForwardMethodsMixin
@@ -488,7 +487,6 @@ class TestFullyShard1DTrainingCore(SingleGroupTest, FSDPTest):
         before = [list(range(8))[max(index - 2, 0) : index] for index in reversed(range(8))]
         self.assertEqual(under_way, {"forward": after * 3, "backward": before * 3})
 
-    @unperturbed("each forward of the root takes the event", "eval", "inference", "exception")
     @skip_if_lt_x_gpu(2)
     def test_post_optim_event(self):
         """The all-gather streams of the next forward wait for the event that the optimizer's hook records."""

@@ -16,13 +16,11 @@ from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import full
 from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.training import TrainingMixin, loss_of
-from torch_fsdp_tests.perturb import unperturbed
 
 
 class TestFullyShardRegisteredParams(TrainingMixin, FSDPTestMultiThread):
     world_size = 4
 
-    @unperturbed("any forward shows fsdp2_replaced_parameter_is_dropped, without a fix in each version")
     @skip_if_lt_x_gpu(1)
     @subtests(how=["assignment", "load"], trained=[False, True], reshard_after_forward=[True, False])
     def test_replaced_parameters_are_used_and_kept(self, how, trained, reshard_after_forward):
