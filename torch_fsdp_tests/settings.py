@@ -6,7 +6,7 @@ Does not import torch. The dispatcher and ``run_tests()`` check the variables at
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 DEVICE_VARIABLE = "TORCH_FSDP_TESTS_DEVICE"
 BACKEND_VARIABLE = "TORCH_FSDP_TESTS_BACKEND"
@@ -23,11 +23,8 @@ STRICT_DEFECTS_VARIABLE = "TORCH_FSDP_TESTS_STRICT_DEFECTS"
 STRICT_NAMES_VARIABLE = "TORCH_FSDP_TESTS_STRICT_NAMES"
 # A test fails if it leaks.
 STRICT_LEAKS_VARIABLE = "TORCH_FSDP_TESTS_STRICT_LEAKS"
-# A test fails if its streams do not wait for each other where they share memory.
-CHECK_STREAMS_VARIABLE = "TORCH_FSDP_TESTS_CHECK_STREAMS"
-# The folder in which ranks record their behaviour, and whether operators belong to it. Only the dispatcher sets them.
-BEHAVIOUR_VARIABLE = "TORCH_FSDP_TESTS_BEHAVIOUR"
-OPERATORS_VARIABLE = "TORCH_FSDP_TESTS_OPERATORS"
+# The names of extensions that work in the processes of test files, between commas.
+EXTENSIONS_VARIABLE = "TORCH_FSDP_TESTS_EXTENSIONS"
 SHOW_VARIABLE = "TORCH_FSDP_TESTS_SHOW_OUTPUT"
 SEED_VARIABLE = "TORCH_FSDP_TESTS_SEED"
 LAUNCHED_VARIABLE = "TORCH_FSDP_TESTS_LAUNCHED"
@@ -73,7 +70,6 @@ VARIABLES = (
     *_upstreams("PYTORCH_TEST_RERUN_DISABLED_TESTS", option="--rerun-disabled-tests"),
     *_upstreams("PYTORCH_TEST_SKIP_FAST", says="skip tests that are not slow"),
     *_upstreams("PYTORCH_TEST_RUN_EVERYTHING_IN_SERIAL", option="-j 1"),
-    *_upstreams("PYTORCH_COLLECT_COVERAGE", option="--coverage"),
     *_upstreams(TESTS_VARIABLE, says="of the selected files, run only these"),
     *_upstreams(SHARD_VARIABLE, SHARDS_VARIABLE, option="--shard"),
     *_upstreams("JOB_NAME", "BUILD_ENVIRONMENT", "TEST_CONFIG", says="select which recorded times are used"),
@@ -91,7 +87,7 @@ VARIABLES = (
     Variable(STRICT_DEFECTS_VARIABLE, option="--strict-defects"),
     Variable(STRICT_NAMES_VARIABLE, option="--strict-names"),
     Variable(STRICT_LEAKS_VARIABLE, "1: fail a test that leaks", is_repeated=True),
-    Variable(CHECK_STREAMS_VARIABLE, option="--check-streams"),
+    Variable(EXTENSIONS_VARIABLE, "extensions that work in the tests of a file that is run alone"),
     Variable(SHOW_VARIABLE, "1: show what ranks print, even if they pass"),
     Variable(START_VARIABLE, "spawn: start each rank as a fresh interpreter", default="fork", is_repeated=True),
     Variable(LAUNCHED_VARIABLE, "1 or 0: a launcher did, or did not, make the ranks"),
@@ -133,14 +129,14 @@ def shard(environment: Mapping[str, str]) -> tuple[int, int]:
     return whole(SHARD_VARIABLE, str(texts[0]), shards), shards
 
 
-def table() -> str:
+def table(variables: Iterable[Variable]) -> str:
     """The variables with what they do, as ``--help`` shows them."""
     heads = {
         True: "environment variables, as in PyTorch (options have priority):",
         False: "environment variables of the suite:",
     }
     rows: dict[bool, dict[str, str]] = {is_upstreams: {} for is_upstreams in heads}
-    for each in VARIABLES:
+    for each in variables:
         words = f"{each.says or f'as {each.option}'}{f' (default: {each.default})' if each.default else ''}"
         names = rows[each.is_upstreams].get(words)
         rows[each.is_upstreams][words] = f"{names}, {each.name}" if names else each.name
@@ -179,6 +175,11 @@ def default_ranks(devices: int) -> int:
 def is_on(variable: str, environment: Mapping[str, str]) -> bool:
     """Whether a switch is exactly ``1``. Upstream's ``PYTORCH_TEST_*`` are also read in this way."""
     return environment.get(variable) == "1"
+
+
+def is_true(variable: str, environment: Mapping[str, str]) -> bool:
+    """Whether a variable is set to a word for yes."""
+    return environment.get(variable, "").lower() in ("1", "true", "yes", "on", "t", "y")
 
 
 def whole(variable: str, text: str, most: int) -> int:

@@ -7,11 +7,11 @@ from torch_fsdp_tests.dispatch import features, report
 from torch_fsdp_tests.dispatch.file_result import Attempt, EndKind, FileResult, ProcessEnd
 from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun
 from torch_fsdp_tests.dispatch.run_results import Results
-from torch_fsdp_tests.dispatch.runtests import RunTests
+from torch_fsdp_tests.dispatch.runtests import RunTests, Selection
 from torch_fsdp_tests.verdict import State, TestResult, tally
 
 MACHINE = {"cpu": "Abacus 9", "instruction_sets": "AVX2", "blas": "mkl", "threads": 2, "memory": 5.5}
-RUN = RunTests(Path("test"), Path("test"))
+RUN = RunTests(Selection(Path("test"), Path("test")))
 
 
 def file_of(*tests: TestResult, name: str = "test_x", ended: float = 1.0, **more: Any) -> FileResult:

@@ -3,7 +3,7 @@
 import textwrap
 from pathlib import Path
 
-from torch_fsdp_tests.reach.reachmap import Module
+from torch_fsdp_tests.extensions.reach.reach_map import Module
 
 CORE = "torch.distributed.fsdp._core"
 API = "torch.distributed.fsdp.api"

@@ -11,9 +11,10 @@ from typing import Any
 from little_torch import CORE, SOURCES, modules_of, write_sources
 from trees import FolderCase, TreeCase
 
-from torch_fsdp_tests.dispatch import behaviour, behaviour_files, comparing
-from torch_fsdp_tests.dispatch.behaviour import Kind, Record
-from torch_fsdp_tests.reach import Executed, build, diffs
+from torch_fsdp_tests.extensions.behavior import differences, feature, kept_records
+from torch_fsdp_tests.extensions.behavior.differences import Kind, Record
+from torch_fsdp_tests.extensions.reach.reach_map import Executed, build
+from torch_fsdp_tests.installed_torch import diffs
 from torch_fsdp_tests.settings import ConfigurationError
 
 GATHER, SCATTER = "all_gather\tfloat32\t[48]\tover 4", "reduce_scatter\tfloat32\t[12]\tover 4"
@@ -32,7 +33,7 @@ class TestComparison(unittest.TestCase):
     """Without it, a report could lack what a change changes, or bury it among lines that say the same."""
 
     def lines(self, before: Record, after: Record, **more: Any) -> list[str]:
-        return behaviour.lines(behaviour.differences(before, after, **more))
+        return differences.lines(differences.differences(before, after, **more))
 
     def test_tests_with_the_same_difference_are_one_line(self):
         was, now = [SCATTER, SCATTER], [SCATTER, GATHER, SCATTER]
@@ -51,13 +52,13 @@ class TestComparison(unittest.TestCase):
             ([GATHER.replace("over 4", "over 2"), SCATTER], "other group of all_gather"),
             ([SCATTER, GATHER], "other order"),
         ):
-            (found,) = behaviour.differences(record({"a": [GATHER, SCATTER]}), record({"a": now}))
+            (found,) = differences.differences(record({"a": [GATHER, SCATTER]}), record({"a": now}))
             self.assertEqual(found.what, what)
 
     def test_most_important_first(self):
         sides = [{kind.value: [word * 4] for kind in reversed(Kind)} for word in ("x\t", "y\t")]
         before, after = (Record(operators=True, tests={"a": {"0": events}}) for events in sides)
-        kinds = [each.kind for each in behaviour.differences(before, after, missing=["b"])]
+        kinds = [each.kind for each in differences.differences(before, after, missing=["b"])]
         self.assertEqual(kinds, [None, *Kind])
 
     def test_a_missing_rank_is_a_difference(self):
@@ -69,18 +70,18 @@ class TestComparison(unittest.TestCase):
     def test_what_does_not_repeat_is_not_compared(self):
         unstable = {"a": [Kind.COLLECTIVES.value]}
         before = record({"a": [GATHER], "b": [GATHER]}, unstable=unstable)
-        found = behaviour.differences(before, record({"a": [SCATTER], "b": [SCATTER]}))
+        found = differences.differences(before, record({"a": [SCATTER], "b": [SCATTER]}))
         self.assertEqual([each.test for each in found], ["b"])
 
     def test_what_no_longer_repeats_is_a_difference(self):
         after = record({"a": [SCATTER]}, unstable={"a": [Kind.COLLECTIVES.value]})
-        self.assertEqual([each.test for each in behaviour.differences(record({"a": [GATHER]}), after)], ["a"])
+        self.assertEqual([each.test for each in differences.differences(record({"a": [GATHER]}), after)], ["a"])
 
     def test_what_has_nothing_to_compare_does_not_count(self):
         before = record({"a": [GATHER], "b": [GATHER], "c": []}, unstable={"b": [Kind.COLLECTIVES.value]})
-        self.assertEqual(behaviour.compared(before, record({"a": [], "b": [GATHER], "c": []})), ["a"])
+        self.assertEqual(differences.compared(before, record({"a": [], "b": [GATHER], "c": []})), ["a"])
         copies = (record({"a": ["x"]}, Kind.COPIES, device=device) for device in ("cpu", "foo"))
-        self.assertEqual(behaviour.compared(*copies), [])
+        self.assertEqual(differences.compared(*copies), [])
 
     def test_a_vendor_may_allow_errors_but_no_other_sign_or_order(self):
         """It allows them for a dtype. Infinite values may be equal."""
@@ -96,14 +97,14 @@ class TestComparison(unittest.TestCase):
         ):
             before = record({"a": was}, Kind.VALUES, device="cpu")
             after = record({"a": now}, Kind.VALUES, device=device, limits={"float32": 1e-3})
-            self.assertIs(bool(behaviour.differences(before, after)), differs, now)
+            self.assertIs(bool(differences.differences(before, after)), differs, now)
 
     def test_operators_are_compared_if_both_have_them(self):
         for has in ((True, True), (True, False), (False, True)):
             before, after = (
                 record({"a": [word]}, Kind.OPERATORS, operators=each) for word, each in zip("xy", has, strict=True)
             )
-            self.assertEqual(bool(behaviour.differences(before, after)), all(has))
+            self.assertEqual(bool(differences.differences(before, after)), all(has))
 
     def test_devices_may_copy_differently(self):
         before, after = record({"a": ["x"]}, Kind.COPIES, device="cpu"), record({"a": ["y"]}, Kind.COPIES, device="foo")
@@ -118,14 +119,14 @@ class TestFiles(FolderCase):
         usual = {"file": "/t/a/test_x.py", "test": "t", "rank": 0, "at": 0.0, "left_out": "", "limits": {}}
         usual |= {"words": [GATHER, SCATTER], "events": {Kind.COLLECTIVES.value: [0, 1, 0]}}
         self.write_json("1.jsonl", "\n".join(json.dumps({**usual, **line}) for line in lines))
-        return behaviour_files.collect(self.root, Path("/t"), passed, "2.13", "cpu")
+        return kept_records.collect(self.root, Path("/t"), passed, "2.13", "cpu")
 
     def test_a_record_is_read_as_it_was_written(self):
         made = self.collect({}, {"rank": 1, "limits": {"float32": 0.1}})
         events = {Kind.COLLECTIVES.value: [GATHER, SCATTER, GATHER]}
         self.assertEqual(made.tests, {"a/test_x::t": {"0": events, "1": events}})
-        behaviour_files.save(self.root / "x.gz", made)
-        self.assertEqual(behaviour_files.load(self.root / "x.gz"), made)
+        kept_records.save(self.root / "x.gz", made)
+        self.assertEqual(kept_records.load(self.root / "x.gz"), made)
 
     def test_only_what_passed(self):
         self.assertEqual(self.collect({}, passed=()).tests, {})
@@ -133,7 +134,7 @@ class TestFiles(FolderCase):
     def test_left_out(self):
         made = self.collect({}, {"rank": 1, "left_out": "it compiles"})
         self.assertEqual(made.tests, {})
-        self.assertEqual(behaviour_files.about(made), ["left out, because it compiles: a/test_x::t"])
+        self.assertEqual(kept_records.about(made), ["left out, because it compiles: a/test_x::t"])
 
     def test_a_second_round_shows_what_does_not_repeat(self):
         kind = Kind.COLLECTIVES.value
@@ -141,7 +142,7 @@ class TestFiles(FolderCase):
         made = self.collect({}, {"at": 1.0, "events": {kind: [0]}}, {"at": 2.0, "events": {kind: [1]}})
         self.assertEqual(made.unstable, {"a/test_x::t": [kind]})
         words = f"does not repeat, so not compared: {kind} of a/test_x::t"
-        self.assertEqual(behaviour_files.about(made), [words])
+        self.assertEqual(kept_records.about(made), [words])
 
 
 class TestChange(FolderCase):
@@ -152,7 +153,7 @@ class TestChange(FolderCase):
         text = "\n".join(difflib.unified_diff(before.split("\n"), after.split("\n"), "a/x.py", "b/x.py", lineterm=""))
         (file,) = diffs.parse(text)
         assert isinstance(file, diffs.Edited)
-        return comparing.other_side({"x.py": file.hunks}, self.root)
+        return feature.other_side({"x.py": file.hunks}, self.root)
 
     def test_either_side_may_be_installed(self):
         before, after = "a\nb\nc\n", "a\nB\nc\n"

@@ -8,7 +8,8 @@ from typing import Any
 from little_results import MACHINE, a_file, a_report, a_test, report_of
 from trees import FolderCase
 
-from torch_fsdp_tests.dispatch import compare, html_report
+from torch_fsdp_tests.extensions.compare import two_reports
+from torch_fsdp_tests.extensions.html import html_report
 from torch_fsdp_tests.verdict import State
 
 
@@ -25,7 +26,7 @@ def kinds(was: dict[str, Any], now: dict[str, Any], *others: tuple[float, float]
     for number, seconds in enumerate(others):
         for side, value in zip(sides, seconds, strict=True):
             side.append(test_of(value, name=f"T.other_{number}"))
-    differing = compare.differences(*(report_of(*tests) for tests in sides))
+    differing = two_reports.differences(*(report_of(*tests) for tests in sides))
     return [each.kind for each in differing if each.name == "T.test_1"]
 
 
@@ -56,7 +57,7 @@ class TestComparison(FolderCase):
 
     def test_tests_that_are_gone_or_new_are_named(self):
         reports = (report_of(a_test("T.test_1"), a_test(name)) for name in ("T.test_old", "T.test_2"))
-        actual = [str(each) for each in compare.differences(*reports)]
+        actual = [str(each) for each in two_reports.differences(*reports)]
         self.assertEqual(actual, ["gone: test_x::T.test_old", "new: test_x::T.test_2"])
 
     def test_files_that_are_gone_are_named_together(self):
@@ -64,9 +65,9 @@ class TestComparison(FolderCase):
         both, more = (a_file(name, a_test("T.test_1"), a_test("T.test_2")) for name in ("test_both", "test_more"))
         reports = (a_report(both, more), a_report(both))
         head, words = "compared with the earlier report:", "1 file, such as test_more"
-        self.assertEqual(compare.lines(*reports), [head, f"only in the earlier report: {words}"])
-        self.assertEqual(str(compare.differences(*reversed(reports))[0]), "new: test_more::T.test_1")
-        self.assertEqual(compare.lines(*reversed(reports)), [head, f"only in this report: {words}"])
+        self.assertEqual(two_reports.lines(*reports), [head, f"only in the earlier report: {words}"])
+        self.assertEqual(str(two_reports.differences(*reversed(reports))[0]), "new: test_more::T.test_1")
+        self.assertEqual(two_reports.lines(*reversed(reports)), [head, f"only in this report: {words}"])
 
     def test_machines_that_differ_are_named(self):
         """Free memory may differ. An older report has no such facts."""
@@ -77,14 +78,14 @@ class TestComparison(FolderCase):
             (MACHINE | {"cpu": "Abacus 10"}, ["compared with the earlier report:", "CPU: Abacus 9, now Abacus 10"]),
         ):
             with self.subTest(machine):
-                self.assertEqual(compare.lines(a_report(file), a_report(file, machine=machine)), words)
+                self.assertEqual(two_reports.lines(a_report(file), a_report(file, machine=machine)), words)
 
     def test_a_new_test_that_fails_is_newly_failing(self):
         """Even in a file that the earlier report does not have."""
         new = a_file("test_new", a_test("T.test_1", State.CRASHED), a_test("T.test_2"))
         reports = (report_of(a_test("T.test_1")), a_report(a_file("test_x", a_test("T.test_1")), new))
-        self.assertEqual([each.kind for each in compare.differences(*reports)], ["newly failing", "new"])
-        self.assertEqual(compare.lines(*reports)[1], "newly failing: test_new::T.test_1")
+        self.assertEqual([each.kind for each in two_reports.differences(*reports)], ["newly failing", "new"])
+        self.assertEqual(two_reports.lines(*reports)[1], "newly failing: test_new::T.test_1")
 
     def test_as_a_command(self):
         """A report of version 2 lacks many facts."""
@@ -94,9 +95,9 @@ class TestComparison(FolderCase):
         other = str(self.write_json("other.json", {"version": 8, "files": [{}]}))
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            codes = [compare.main([before, path]) for path in (after, other, "/no/where")]
+            codes = [two_reports.main([before, path]) for path in (after, other, "/no/where")]
             with self.assertRaisesRegex(SystemExit, "2"):
-                compare.main([before])
+                two_reports.main([before])
         self.assertEqual(codes, [0, 2, 2])
         self.assertEqual(out.getvalue(), "compared with the earlier report:\nnewly failing: test_x::T.test_1\n")
         words = "other.json is not a report.json of run_test.py\n.*/no/where cannot be read: .*\n.*"
@@ -132,12 +133,12 @@ class TestSlower(unittest.TestCase):
         self.assertEqual(kinds(test_of(4.0), test_of(4.0), *twice), ["faster"])
         names = [f"T.test_{number}" for number in range(20)]
         one, two = (report_of(*(test_of(seconds, name=name) for name in names)) for seconds in (1.0, 2.0))
-        self.assertIn("the tests took 2.00 times as long as before (median)", compare.lines(one, two)[1])
-        self.assertEqual(compare.lines(one, one), ["nothing differs from the earlier report"])
+        self.assertIn("the tests took 2.00 times as long as before (median)", two_reports.lines(one, two)[1])
+        self.assertEqual(two_reports.lines(one, one), ["nothing differs from the earlier report"])
 
     def test_words_have_the_spread(self):
         sides = test_of(1.0, 0.02, 40), test_of(1.5, 0.03, 30)
-        _, words = compare.lines(*(report_of(test) for test in sides))
+        _, words = two_reports.lines(*(report_of(test) for test in sides))
         spread = "1.00s (0.98-1.02s, 40 rounds), now 1.50s (1.47-1.53s, 30 rounds)"
         self.assertEqual(words, f"slower: test_x::T.test_1: {spread}")
         page = html_report.render(report_of(test_of(1.0, 0.2, 40)))

@@ -2,7 +2,7 @@
 
 import unittest
 
-from torch_fsdp_tests.reach.diffs import Edited, Hunk, ModeOnly, Moved, NotADiff, Opaque, parse, patched
+from torch_fsdp_tests.installed_torch.diffs import Edited, Hunk, ModeOnly, Moved, NotADiff, Opaque, parse, patched
 
 HUNK = "@@ -3,3 +3,3 @@ def f(x):\n a\n-b\n+c\n \n"
 PLAIN = f"--- a/torch/x.py\n+++ b/torch/x.py\n{HUNK}"

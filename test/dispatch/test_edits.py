@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from torch_fsdp_tests.dispatch import devices
-from torch_fsdp_tests.reach import build, module_name
-from torch_fsdp_tests.reach.changes import Changes
-from torch_fsdp_tests.reach.reachmap import Module
+from torch_fsdp_tests.extensions.reach.changed_functions import Changes
+from torch_fsdp_tests.extensions.reach.functions import module_name
+from torch_fsdp_tests.extensions.reach.reach_map import Module, build
 
 EDITS = 8  # of each kind
 LONGEST = 30_000  # characters of a file, so that the test takes few seconds

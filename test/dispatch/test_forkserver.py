@@ -11,7 +11,7 @@ from typing import Any
 
 from trees import CHECKOUT, PASS, TreeCase, alive, all_end, body, little_torch
 
-from torch_fsdp_tests.reach import Executed, build
+from torch_fsdp_tests.extensions.reach.reach_map import Executed, build
 
 # The first file makes the dispatcher start the server, and waits until the server's file in the run's directory exists.
 FIRST = f"""

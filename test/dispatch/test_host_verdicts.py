@@ -9,9 +9,8 @@ from little_results import file_of
 from torch_fsdp_tests.dispatch import hosts
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.hosts import Host, Hosts
-from torch_fsdp_tests.dispatch.rounds import Rounds
 from torch_fsdp_tests.dispatch.run_results import Results
-from torch_fsdp_tests.dispatch.runtests import RunTests
+from torch_fsdp_tests.dispatch.runtests import RunTests, Selection
 from torch_fsdp_tests.verdict import RankResult, State, TestResult
 
 MACHINE = {"cpu": "Beads", "instruction_sets": "AVX2", "memory": 8.0}
@@ -87,10 +86,8 @@ class TestVerdicts(unittest.TestCase):
             ((), ExitStatus.OK),
         ):
             with self.subTest(ranks):
-                results = Results(RunTests(Path(), Path(), repeat=2), hosts=two_hosts(), rounds=Rounds())
+                results = Results(RunTests(Selection(Path(), Path())), hosts=two_hosts())
                 results.take(file_of(a_test(*ranks)))
-                self.assertEqual(results.exit_code(), expected)
-                results.take(file_of(a_test()))  # another round
                 self.assertEqual(results.exit_code(), expected)
 
     def test_in_words(self):

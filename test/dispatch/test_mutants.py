@@ -17,15 +17,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trees import CHECKOUT, ENVIRONMENT, FolderCase, TreeCase, alive
-
-from torch_fsdp_tests.processes.children import Children
-from torch_fsdp_tests.processes.messages import from_data
 from torch_fsdp_tests.reach import Executed, Reached, ReachMap, build
 from torch_fsdp_tests.reach.functions import Statement
 from torch_fsdp_tests.reach.functions import digest as digest_of
 from torch_fsdp_tests.reach.order import batches, within
 from torch_fsdp_tests.reach.reachmap import Module
+from trees import CHECKOUT, ENVIRONMENT, FolderCase, TreeCase, alive
+
+from torch_fsdp_tests.processes.children import Children
+from torch_fsdp_tests.processes.messages import from_data
 from torch_fsdp_tests.tools.mutants import exclusions, hook, mutant, options
 from torch_fsdp_tests.tools.mutants import trials as trials_module
 from torch_fsdp_tests.tools.mutants.kinds import OPERATORS

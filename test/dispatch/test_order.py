@@ -4,9 +4,9 @@ import random
 import unittest
 from collections.abc import Collection, Mapping
 
-from torch_fsdp_tests.reach import Executed, build
-from torch_fsdp_tests.reach.functions import Statement
-from torch_fsdp_tests.reach.order import sort
+from torch_fsdp_tests.extensions.reach.functions import Statement
+from torch_fsdp_tests.extensions.reach.most_relevant import sort
+from torch_fsdp_tests.extensions.reach.reach_map import Executed, build
 
 FUNCTION, OTHER = "torch.m.unshard", "torch.m.reset"
 ALL = [Statement(function, number, 1, 1) for function in (FUNCTION, OTHER) for number in range(3)]

@@ -17,7 +17,7 @@ from little_results import a_file, a_report, a_test, report_of, two_hosts
 from trees import Balanced, fits, schema
 
 from torch_fsdp_tests.defects.command import versions_page
-from torch_fsdp_tests.dispatch import html_report
+from torch_fsdp_tests.extensions.html import html_report
 from torch_fsdp_tests.verdict import RankResult, State
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")

@@ -6,6 +6,7 @@ import io
 import itertools
 import random
 import re
+import types
 import unittest.mock
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -25,7 +26,7 @@ from torch_fsdp_tests.dispatch.file_result import Attempt, EndKind, FileResult, 
 from torch_fsdp_tests.dispatch.last_failures import WHOLE_FILE, Failed
 from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun, calculate_shards
 from torch_fsdp_tests.dispatch.run_results import Results
-from torch_fsdp_tests.dispatch.runtests import RunTests
+from torch_fsdp_tests.dispatch.runtests import Execution, Output, RunTests, Selection
 from torch_fsdp_tests.dispatch.select import UnknownTest, select
 from torch_fsdp_tests.dispatch.upstream import absent
 from torch_fsdp_tests.installed_torch.version_ranges import version_fits
@@ -461,11 +462,18 @@ class TestKeywords(unittest.TestCase):
                 keywords.parse(text)
 
 
+def flat(run: RunTests) -> Any:
+    """All options of a run in one object."""
+    parts = [run.selection, run.execution, run.output]
+    fields = {name: value for part in parts for name, value in vars(part).items()}
+    return types.SimpleNamespace(**fields, is_narrowed_by_file=run.selection.is_narrowed_by_file)
+
+
 class TestOptions(unittest.TestCase):
     """Without it, an option or a variable could have no effect, or a senseless value could be accepted."""
 
-    def parse(self, *arguments: str, **environment: str) -> RunTests:
-        return options.parse([*arguments, "--list"], environment, ROOT)
+    def parse(self, *arguments: str, **environment: str) -> Any:
+        return flat(options.parse([*arguments, "--list"], environment, ROOT))
 
     def rejected(self, *arguments: str, **environment: str) -> str:
         with contextlib.redirect_stderr(io.StringIO()) as stderr, self.assertRaises(SystemExit) as left:
@@ -474,21 +482,24 @@ class TestOptions(unittest.TestCase):
         return stderr.getvalue()
 
     def test_every_option_sets_the_field_of_its_name(self):
-        fields = {field.name for field in dataclasses.fields(RunTests)}
-        self.assertLessEqual({action.dest for action in options.make_parser()._actions} - {"help", "version"}, fields)
+        fields = {field.name for part in (Selection, Execution, Output) for field in dataclasses.fields(part)}
+        with unittest.mock.patch("torch_fsdp_tests.extension.found", dict):
+            named = {action.dest for action in options.make_parser()._actions}
+        self.assertLessEqual(named - {"help", "version", "without_effect"}, fields)
 
     def test_omitted_options_keep_their_defaults(self):
         tests = ROOT / "test"
-        self.assertEqual(self.parse(), RunTests(tests, tests, list_files=True))
+        run = options.parse(["--list"], {}, ROOT)
+        self.assertEqual(run, RunTests(Selection(tests, tests), output=Output(list_files=True)))
 
     def test_what_follows_from_an_option(self):
         run = self.parse("--shard", "2", "3", "--seed", "7", "-i", "a", "b", "-i", "c", "--pipe-logs")
         self.assertEqual((run.shard, run.num_shards, run.seed, run.shuffle), (2, 3, 7, True))
         self.assertEqual((run.include, run.pipe_logs, run.logs_by_option), (("a", "b", "c"), True, True))
-        run = options.parse(["--list", "--", "--locals", "--", "-v", "--seed"], {}, ROOT)
+        run = flat(options.parse(["--list", "--", "--locals", "--", "-v", "--seed"], {}, ROOT))
         self.assertEqual(run.arguments, ("--locals", "--", "-v", "--seed"))
         others = ["--list", "--test-directory", str(ROOT), "--", "--device"]
-        self.assertEqual(options.parse(others, {}, ROOT).arguments, ("--device",))
+        self.assertEqual(options.parse(others, {}, ROOT).execution.arguments, ("--device",))
 
     def test_command_lines_of_upstreams_ci(self):
         lines: dict[str, dict[str, object]] = {
@@ -552,12 +563,9 @@ class TestOptions(unittest.TestCase):
             ({"PYTORCH_TEST_RUN_EVERYTHING_IN_SERIAL": "1"}, {"jobs": 1}),
             ({"PYTORCH_TEST_RUN_EVERYTHING_IN_SERIAL": "0"}, {"jobs": None}),
             ({"PYTORCH_TEST_SKIP_FAST": "1"}, {"skip_fast": True}),
-            ({"PYTORCH_COLLECT_COVERAGE": "0"}, {"coverage": False}),
         ):
             run = self.parse(**variables)
             self.assertEqual({name: getattr(run, name) for name in fields}, fields)
-        with unittest.mock.patch("torch_fsdp_tests.dispatch.coverage.missing_package", lambda: None):
-            self.assertTrue(self.parse(PYTORCH_COLLECT_COVERAGE="1").coverage)
         parts = {"SHARD_NUMBER": "2", "NUM_TEST_SHARDS": "6"}
         run = self.parse("--shard", "1", "3", "-j", "4", PYTORCH_TEST_RUN_EVERYTHING_IN_SERIAL="1", **parts)
         self.assertEqual((run.shard, run.num_shards, run.jobs), (1, 3, 4))
@@ -701,7 +709,7 @@ class TestMemory(FolderCase):
 
     def test_devices_have_separate_memories(self):
         self.write_json(last_failures.FILE, {"cpu": {"f": ["T.a"]}, "foo": {"f": ["T.b"], "gone": []}})
-        last_failures.save(self.root, "foo", ["f"], Results(RunTests(self.root, self.root)), [])
+        last_failures.save(self.root, "foo", ["f"], Results(RunTests(Selection(self.root, self.root))), [])
         loaded = [last_failures.load(self.root, device) for device in ("cpu", "foo", "bar")]
         self.assertEqual(loaded, [{"f": Failed(("T.a",))}, {"f": Failed(("T.b",))}, {}])
 

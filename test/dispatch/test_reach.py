@@ -13,15 +13,22 @@ from pathlib import Path
 from little_torch import API, CORE, modules_of, write_sources
 from trees import FolderCase
 
-from torch_fsdp_tests.dispatch import reaching
 from torch_fsdp_tests.dispatch.discover import discover, source_of
 from torch_fsdp_tests.dispatch.plan import TestRun
 from torch_fsdp_tests.dispatch.syntax import declared_tests
-from torch_fsdp_tests.reach import Executed, MalformedMap, Reached, ReachMap, build, module_name, owners
-from torch_fsdp_tests.reach.changes import Change, Changes, UnknownChange
-from torch_fsdp_tests.reach.functions import Statement, functions_in, statements_in
-from torch_fsdp_tests.reach.reachmap import Module, declared_as
-from torch_fsdp_tests.reach.selection import select
+from torch_fsdp_tests.extensions.reach.changed_functions import Change, Changes, UnknownChange
+from torch_fsdp_tests.extensions.reach.functions import Statement, functions_in, module_name, owners, statements_in
+from torch_fsdp_tests.extensions.reach.reach_map import (
+    Executed,
+    MalformedMap,
+    Module,
+    Reached,
+    ReachMap,
+    build,
+    declared_as,
+    reaching,
+)
+from torch_fsdp_tests.extensions.reach.selecting import select
 from torch_fsdp_tests.verdict import first_few
 
 CORE_FILE = "torch/distributed/fsdp/_core.py"

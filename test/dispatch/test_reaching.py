@@ -8,7 +8,7 @@ from typing import Any
 from little_torch import CORE, modules_of, write_sources
 from trees import FAIL, PASS, TreeCase, body
 
-from torch_fsdp_tests.reach import Executed, ReachMap, build
+from torch_fsdp_tests.extensions.reach.reach_map import Executed, ReachMap, build
 
 
 class CommandCase(TreeCase):

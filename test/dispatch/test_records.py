@@ -20,12 +20,13 @@ from typing import Any
 from trees import CHECKOUT, CLOSING, ENVIRONMENT, FAIL, PASS, FolderCase, TreeCase, body
 
 from torch_fsdp_tests import installation
-from torch_fsdp_tests.dispatch import atomic, console, coverage, options, runner, times
+from torch_fsdp_tests.dispatch import atomic, console, options, runner, times
 from torch_fsdp_tests.dispatch.console import wants_colours
 from torch_fsdp_tests.dispatch.devices import torch_version
 from torch_fsdp_tests.dispatch.discover import discover
 from torch_fsdp_tests.dispatch.expectations import MalformedList, read_disabled, read_own, read_slow
 from torch_fsdp_tests.dispatch.plan import ShardedTest, TestRun
+from torch_fsdp_tests.extensions.coverage import measuring
 
 HOST = ("--device", "cpu")  # the CPU is the subject
 READERS = (read_disabled, read_slow, read_own)
@@ -239,7 +240,7 @@ class TestReports(TreeCase):
         words = f"{below} cannot be written to: [Errno 20] Not a directory: "
         self.check_errors([([option, below], f"{option}: {words}") for option in options])
         (self.root / "test-reports").write_text("")
-        options = ["--pipe-logs", *["--coverage"] * (coverage.missing_package() is None)]
+        options = ["--pipe-logs", *["--coverage"] * (measuring.missing_package() is None)]
         self.check_errors([([option], "cannot be written to") for option in options])
         self.assertFalse((self.root / "ran").exists())
         # Without these options the tests run, because a checkout may be read-only.
@@ -257,7 +258,7 @@ class TestReports(TreeCase):
         for command in (
             self.command(),
             self.command("--list"),
-            [sys.executable, "-m", "torch_fsdp_tests.dispatch.compare", report, report],
+            [sys.executable, "-m", "torch_fsdp_tests.extensions.compare.two_reports", report, report],
             [sys.executable, "-m", "torch_fsdp_tests.tools.benchmark", "--help"],
             [sys.executable, "-m", "torch_fsdp_tests.defects", "--list"],
         ):
@@ -508,7 +509,7 @@ class TestConsole(TreeCase):
         self.assertTrue(text.endswith("1 passed, 1 failed, 0 skipped\r\n"), text)
 
 
-@unittest.skipUnless(coverage.missing_package() is None, "needs coverage.py 7.10 or later")
+@unittest.skipUnless(measuring.missing_package() is None, "needs coverage.py 7.10 or later")
 class TestCoverage(TreeCase):
     """Without it, lines that only ranks run could count as not covered, and code outside FSDP could be measured."""
 
@@ -552,7 +553,7 @@ class TestCoverageAbsent(unittest.TestCase):
         versions = {"pip install coverage": absent, "7.10 or later": lambda _: "7.9.1", "^nothing$": lambda _: "8.0"}
         for words, version in versions.items():
             with unittest.mock.patch("importlib.metadata.version", version):
-                self.assertRegex(coverage.missing_package() or "nothing", words)
+                self.assertRegex(measuring.missing_package() or "nothing", words)
 
 
 if __name__ == "__main__":

@@ -5,24 +5,35 @@ import signal
 import unittest
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from little_results import file_of
 from trees import PASS, TreeCase, body
 
-from torch_fsdp_tests.dispatch import html_report, options, rounds
+from torch_fsdp_tests.dispatch import option_types, stages
 from torch_fsdp_tests.dispatch.file_result import FileResult
-from torch_fsdp_tests.dispatch.rounds import MAX_KEPT, MAX_SECONDS, Rounds, Times
 from torch_fsdp_tests.dispatch.run_results import Results
-from torch_fsdp_tests.dispatch.runtests import RunTests
+from torch_fsdp_tests.dispatch.runtests import Execution, RunTests, Selection
+from torch_fsdp_tests.extensions.html import html_report
+from torch_fsdp_tests.extensions.rounds import feature
+from torch_fsdp_tests.extensions.rounds.feature import Rounds
+from torch_fsdp_tests.extensions.rounds.folding import MAX_KEPT, MAX_SECONDS, Times
 from torch_fsdp_tests.verdict import RankResult, State, TestResult
 
 
 def folded(*files: FileResult) -> tuple[Rounds, FileResult]:
     """What is kept of the results of one file in rounds 1, 2, ..., and the result that sums them up."""
-    kept = Rounds()
-    for kept.number, file in enumerate(files, 1):
-        kept.take(file)
-    return kept, kept.files[0]
+    waiting = iter(files)
+    run = RunTests(Selection(Path(), Path()), Execution(keep_going=True))
+    kept = Rounds(run, repeat=len(files), duration=None)
+
+    def once() -> Results:
+        results = Results(run, files=[next(waiting)])
+        kept.stage(stages.FileEnded(results.files[0], results))
+        return results
+
+    results = kept.drive(once, lambda line: None)
+    return kept, results.files[0]
 
 
 class TestNumbers(unittest.TestCase):
@@ -31,7 +42,7 @@ class TestNumbers(unittest.TestCase):
     def ran(self, most: int | None, limit: float | None, seconds: Sequence[float], over_after: int = 99) -> int:
         """The number of rounds that run, if they take these seconds and no other begins after ``over_after`` rounds."""
         took: list[float] = []
-        for number in rounds.numbers(most, limit, lambda: len(took) >= over_after, lambda: sum(took)):
+        for number in feature.numbers(most, limit, lambda: len(took) >= over_after, lambda: sum(took)):
             took.append(seconds[number - 1])
         return len(took)
 
@@ -47,10 +58,10 @@ class TestNumbers(unittest.TestCase):
 
     def test_times_with_units(self):
         for text, seconds in (("90s", 90), ("20m", 1200), ("8h", 28800), ("1.5h", 5400), ("1h30m5s", 5405)):
-            self.assertEqual(options.duration(text), seconds)
+            self.assertEqual(option_types.duration(text), seconds)
         for text in ("", "20", "8d", "m", "-1s", "0s", "5s1h", "1h ", "99999h", "1e9h"):
             with self.subTest(text), self.assertRaisesRegex(Exception, "is not a time such as 90s, 20m, 8h or 1h30m"):
-                options.duration(text)
+                option_types.duration(text)
 
 
 class TestFold(unittest.TestCase):
@@ -62,14 +73,14 @@ class TestFold(unittest.TestCase):
         failed = TestResult(State.ERROR, name="T.test_1", seconds=9.0, ranks=(RankResult(0, State.PASSED), rank))
         for order in ((passed, failed, passed), (failed, passed, passed), (passed, passed, failed)):
             kept, file = folded(*(file_of(test, output=test.outcome.value) for test in order))
-            record = kept.record(file, "T.test_1").to_json()
+            record = kept.records[file.job.key]["T.test_1"].to_json()
             number = order.index(failed) + 1
             with self.subTest(order=order):
                 self.assertEqual(file.tests(), [failed])
                 self.assertEqual((record["rounds"], record["failed"], kept.failed), (3, 1, 1))
                 self.assertEqual(record["failures"][0]["round"], number)
                 words = f"failed in 1 of 3 rounds (round {number}): rank 3 on host-b raised E: lost"
-                self.assertEqual(rounds.summary(record), words)
+                self.assertEqual(record["summary"], words)
                 self.assertIn("error", file.attempts[0].output)
 
     def test_the_worst_counts(self):
@@ -95,23 +106,23 @@ class TestFold(unittest.TestCase):
         self.assertEqual(kept.failed, 2)
 
     def test_a_failure_is_news_only_once(self):
-        kept = Rounds()
-        kept.number = 1
+        run = RunTests(Selection(Path(), Path()))
+        kept = Rounds(run, repeat=3, duration=None)
         one, two = TestResult(State.FAILED, name="T.test_1"), TestResult(State.ERROR, name="T.test_2")
-        self.assertEqual([kept.take(file_of(*tests)) for tests in ([one], [one], [one, two])], [True, False, True])
+        ended = [stages.FileEnded(file_of(*tests), Results(run)) for tests in ([one], [one], [one, two])]
+        shown: list[Any] = [kept.stage(stage) for stage in ended]
+        self.assertEqual([stage.is_new for stage in shown], [True, False, True])
 
     def test_a_thousand_rounds_are_no_more_than_a_few(self):
-        kept = Rounds()
-        for kept.number in range(1, 1001):
-            note = f"process {kept.number} was left"
-            kept.take(file_of(TestResult(State.FAILED, name="T.test_1", seconds=1.0), output="x" * 100, notes=(note,)))
-        (file,) = kept.files
-        record = kept.record(file, "T.test_1")
+        failed = TestResult(State.FAILED, name="T.test_1", seconds=1.0)
+        notes = [(f"process {number} was left",) for number in range(1000)]
+        kept, file = folded(*(file_of(failed, output="x" * 100, notes=note) for note in notes))
+        record = kept.records[file.job.key]["T.test_1"]
         self.assertEqual((record.failed, len(record.failures)), (1000, MAX_KEPT))
         self.assertLessEqual(len(record.times.values), MAX_SECONDS)
         self.assertLessEqual(len(file.attempts[0].output), 200)
         self.assertEqual(len(file.attempts[0].notes), MAX_KEPT)
-        self.assertIn("rounds 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, ...", rounds.summary(record.to_json()))
+        self.assertIn("rounds 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, ...", record.summary())
 
     def test_times_are_kept_at_equal_distances(self):
         times = Times()
@@ -133,8 +144,10 @@ class TestFold(unittest.TestCase):
             (passed, True, {"lost": "rank 1"}, True),
         ):
             with self.subTest(file=file, keep_going=keep_going, more=more):
-                results = Results(RunTests(Path(), Path(), keep_going=keep_going), files=[file], **more)
-                self.assertEqual(results.is_over(), expected)
+                run = RunTests(Selection(Path(), Path()), Execution(keep_going=keep_going))
+                rounds, results = Rounds(run, repeat=2, duration=None), Results(run, files=[file], **more)
+                rounds.drive(lambda results=results: results, lambda line: None)
+                self.assertEqual(rounds.is_over, expected)
 
 
 class TestCommand(TreeCase):
@@ -155,7 +168,7 @@ class TestCommand(TreeCase):
         self.assertEqual(lines, expected, out)
         self.assertEqual(out.count("Traceback"), 1)
         self.assertIn("failed in 2 of 4 rounds (rounds 2, 3): AssertionError: 2 unexpectedly found in (2, 3)", out)
-        self.assertRegex(out, r"(?m)^4 rounds of 2 files in .*; 2 rounds failed\n2 passed, 1 failed, 0 skipped$")
+        self.assertRegex(out, r"(?m)^4 complete rounds; 2 rounds failed\n(.*\n)*2 passed, 1 failed, 0 skipped$")
         report = self.read_report()
         self.assertEqual(report["rounds"], {"asked": 4, "limit": None, "complete": 4, "failed": 2})
         sums = ("This is the sum of 4 complete rounds", "failed in 2 of 4 rounds (rounds 2, 3)")
@@ -173,7 +186,7 @@ class TestCommand(TreeCase):
         out = self.finish(process)
         self.assertEqual(self.code, 130, out + self.err)
         self.assertRegex(out, r"(?m)^round 3/9 stopped 1 passed")
-        self.assertRegex(out, r"(?m)^2 rounds of 2 files in .*, and part of round 3$")
+        self.assertRegex(out, r"(?m)^2 complete rounds, and part of round 3$")
         self.assertRegex(out, r"stopped by SIGINT before all tests had run\n3 passed, 0 failed, 0 skipped\n$")
         self.assertNotIn("not started", out)  # test_y ran in two rounds
         report = self.read_report()

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from torch_fsdp_tests.dispatch.discover import discover
 from torch_fsdp_tests.dispatch.plan import positions_of
-from torch_fsdp_tests.dispatch.reaching import SHIPPED
 from torch_fsdp_tests.dispatch.select import select
-from torch_fsdp_tests.reach import ReachMap
+from torch_fsdp_tests.extensions.reach.reach_map import ReachMap
+from torch_fsdp_tests.extensions.reach.reaching import SHIPPED
 
 TESTS = Path(__file__).resolve().parents[1]
 FSDP1, FSDP2 = "torch.distributed.fsdp.", "torch.distributed.fsdp._fully_shard."

@@ -18,7 +18,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests.dispatch import compare, main, report, runner  # noqa: F401 (imported for forks)
+from torch_fsdp_tests.extensions.compare import two_reports  # noqa: F401 (imported for forks)
 from torch_fsdp_tests.processes import system
 
 CHECKOUT = Path(__file__).resolve().parents[2]

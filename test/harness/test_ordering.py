@@ -1,4 +1,4 @@
-"""The race detector of ``torch_fsdp_tests.device.ordering``: what it reports as a race, and what it accepts."""
+"""The race detector: what it reports as a race, and what it accepts."""
 
 import contextlib
 from collections.abc import Callable
@@ -12,8 +12,9 @@ from samples import Threads
 from torch_fsdp_tests import common_utils, settings
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
-from torch_fsdp_tests.defects import races, registry, torch_defect
-from torch_fsdp_tests.device import accelerator, ordering
+from torch_fsdp_tests.defects import registry, torch_defect
+from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.extensions.races import explained, ordering
 
 
 @instantiate_parametrized_tests
@@ -221,11 +222,11 @@ class TestChecked(FSDPTest):
         known = "fsdp1_dropped_gradients_race_with_the_reduction"
         site = ordering.CallSite("file", 1, registry.defect(known).races[0].rstrip(")"))
         with common_utils.defect_blocks.recorded() as blocks:
-            races.conclude([ordering.Race("this", "that", (site, None))])
+            explained.conclude([ordering.Race("this", "that", (site, None))])
         self.assertEqual([block.defect["id"] for block in blocks], [known])
         other = ordering.Race("this", "that", (ordering.CallSite("file", 1, "other"), None))
         with self.assertRaisesRegex(AssertionError, r"^this \(file.py:1, other\) and that are not ordered$"):
-            races.conclude([other])
+            explained.conclude([other])
 
     def test_whole_test(self):
         """A test with a race fails. Those with streams of their own, and those that compile, skip."""
@@ -256,7 +257,7 @@ class TestChecked(FSDPTest):
 
     def _under_detector(self, body: Callable[[], object]) -> None:
         """Run a body as the harness runs that of a test with ``--check-streams``."""
-        with mock.patch.dict("os.environ", {settings.CHECK_STREAMS_VARIABLE: "1"}):
+        with mock.patch.dict("os.environ", {settings.EXTENSIONS_VARIABLE: "races"}):
             with mock.patch.object(self, "body", body, create=True):
                 self._run_body("body")
 

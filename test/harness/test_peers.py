@@ -22,7 +22,7 @@ from torch_fsdp_tests.common_utils import TestCase, find_free_port, run_tests
 from torch_fsdp_tests.dispatch import main, worker
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.other_ranks import LaunchFailure
-from torch_fsdp_tests.dispatch.runtests import RunTests
+from torch_fsdp_tests.dispatch.runtests import RunTests, Selection
 from torch_fsdp_tests.dispatch.workers import Workers
 from torch_fsdp_tests.processes import messages, peers, system
 from torch_fsdp_tests.processes.launcher import Launch
@@ -196,7 +196,7 @@ class TestRefusal(PeersCase):
             self.addCleanup(end.close)
             threading.Thread(target=self.answer, args=[end, machine], daemon=True).start()
         with self.assertRaises(LaunchFailure) as problem:
-            workers.gather(RunTests(test_directory=folder, default_directory=folder), "cpu")
+            workers.gather(RunTests(Selection(folder, folder)), "cpu")
         name = socket.gethostname()
         files = "torch_fsdp_tests/inductor_utils.py is missing, torch_fsdp_tests/processes/system.py differs"
         expected = [
@@ -243,7 +243,7 @@ class TestIdleRanks(PeersCase):
             joining = {launch.rank: threads.submit(peers.join, launch, worker.ORDERS) for launch in launches}
             workers.wait_for_all()
         folder = Path("/checkout/test")
-        run = RunTests(test_directory=folder, default_directory=folder)
+        run = RunTests(Selection(folder, folder))
         workers.begin(run, "distributed/test_x", {"TORCH_FSDP_TESTS_SEED": "1234"})
         workers.call([1])
         workers.end()

@@ -16,20 +16,20 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from torch_fsdp_tests.behaviour import recording
-from torch_fsdp_tests.behaviour.values import digest
 from torch_fsdp_tests.common_distributed import MultiThreadedTestCase, needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.common_utils.seed import set_rng_seed
-from torch_fsdp_tests.dispatch.behaviour import Kind
+from torch_fsdp_tests.extensions.behavior import session
+from torch_fsdp_tests.extensions.behavior.differences import Kind
+from torch_fsdp_tests.extensions.behavior.values import digest
 from torch_fsdp_tests.installed_torch import torch_facts
 
 
 def recorded(rank: int, body: Any) -> dict[str, Any]:
     """The line that a rank writes about the block ``body``, with the events as texts."""
     with tempfile.TemporaryDirectory() as folder:
-        with recording.recorded(folder, "__main__.TestX.test_x", rank):
+        with session.recorded(folder, "__main__.TestX.test_x", rank):
             body()
         (file,) = Path(folder).iterdir()
         line = json.loads(file.read_text())
@@ -210,7 +210,7 @@ class TestHooks(TestCase):
 
     def test_a_failure_leaves_no_mode(self):
         with tempfile.TemporaryDirectory() as folder, self.assertRaises(ZeroDivisionError):
-            with recording.recorded(folder, "t", 0):
+            with session.recorded(folder, "t", 0):
                 1 / 0  # noqa: B018
         self.assertEqual(torch._C._len_torch_dispatch_stack(), 0)
 

@@ -15,7 +15,6 @@ from torch_fsdp_tests.check.checking import Finding
 from torch_fsdp_tests.check.factory import InvalidFactory, case_of
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.dispatch import atomic
-from torch_fsdp_tests.dispatch import report as run_report
 from torch_fsdp_tests.dispatch.options import Parser
 from torch_fsdp_tests.models import ModelTestCase
 from torch_fsdp_tests.models.advice import advice
@@ -78,8 +77,8 @@ def main(argv: Sequence[str]) -> int:
     findings = [finding for each, case in cases.items() for finding in checking.check(each, case, _show(options.json))]
     data = report.as_data(findings, warnings, facts)
     if options.report:
-        atomic.write_text(options.report / run_report.FILE, json.dumps(data, indent=1) + "\n")
-        atomic.write_text(options.report / run_report.PAGE, report.as_html(data))
+        atomic.write_text(options.report / "report.json", json.dumps(data, indent=1) + "\n")
+        atomic.write_text(options.report / "report.html", report.as_html(data))
     if options.json:
         print(json.dumps(data, indent=1))
     else:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from torch_fsdp_tests import settings
+from torch_fsdp_tests import extension, settings
 from torch_fsdp_tests.common_distributed.requirements import at_least_x_gpu, requirements_of, skip_codes, skip_unless
 from torch_fsdp_tests.common_distributed.subtests import run_subtests
 from torch_fsdp_tests.common_utils import TestCase, defect_blocks
@@ -201,16 +201,6 @@ def raise_verdict(verdict: Verdict) -> None:
         raise (RanksFailed if verdict.outcome is State.FAILED else RanksErred)(verdict) from None
 
 
-def _checked_streams() -> contextlib.AbstractContextManager[None]:
-    """The race detector around a test in a rank, if the setting says so."""
-    if not settings.is_on(settings.CHECK_STREAMS_VARIABLE, os.environ):
-        return contextlib.nullcontext()
-    from torch_fsdp_tests.defects.races import conclude  # not at import, because both import DTensor
-    from torch_fsdp_tests.device import ordering
-
-    return ordering.checked(conclude)
-
-
 def _is_torchs(cls: type) -> bool:
     """Whether PyTorch defines a class, such as ``torch._dynamo.test_case.TestCase``, which tests may have as a base."""
     return cls.__module__.partition(".")[0] == "torch"
@@ -369,7 +359,7 @@ class RankTestCase(TestCase):
         def body() -> None:
             nonlocal returned
             try:
-                with _checked_streams(), self._behaviour():
+                with extension.around(self, self.rank):
                     returned = getattr(self, test_name)(**kwargs)
             except Exception as error:
                 with contextlib.suppress(AttributeError):  # then it counts as an exception of the fixtures
@@ -379,16 +369,6 @@ class RankTestCase(TestCase):
         with _tally.noted():
             run_all([body, self._run_cleanups])
         events.check_returned(returned)  # not in the body, because this is never an expected failure
-
-    def _behaviour(self) -> contextlib.AbstractContextManager[Any]:
-        """A record of what the test does in this rank, if the dispatcher asks for it."""
-        folder = os.environ.get(settings.BEHAVIOUR_VARIABLE)
-        if not folder:
-            return contextlib.nullcontext()
-        from torch_fsdp_tests.behaviour import recording  # few runs need it
-
-        with_operators = settings.is_on(settings.OPERATORS_VARIABLE, os.environ)
-        return recording.recorded(folder, self.id(), self.rank, with_operators)
 
     def _run_cleanups(self) -> None:
         registered: list = self._cleanups

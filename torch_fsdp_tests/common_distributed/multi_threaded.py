@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -19,7 +18,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from torch_fsdp_tests import settings
 from torch_fsdp_tests.common_distributed.case import (
     RankTestCase,
     is_skip,
@@ -38,8 +36,7 @@ from torch_fsdp_tests.ranks import COLLECTIVE_TIMEOUT_FRACTION, Assignment, Rank
 from torch_fsdp_tests.ranks.outcome import enters_test, judge, raised, skipped
 from torch_fsdp_tests.ranks.threaded_pg import ProcessLocalGroup, _install_threaded_pg, _uninstall_threaded_pg
 from torch_fsdp_tests.ranks.threaded_pg.meeting import PeerFailed
-from torch_fsdp_tests.verdict import RankResult, Reason, SkipKind, State
-from torch_fsdp_tests.verdict.events import Skipped
+from torch_fsdp_tests.verdict import RankResult, State
 
 __unittest = True
 
@@ -177,9 +174,6 @@ class MultiThreadedTestCase(RankTestCase):
 
     def _spawn_threads(self) -> None:
         """Start the ranks of the current test. Raises what :meth:`MultiProcessTestCase._spawn_processes` raises."""
-        if settings.is_on(settings.CHECK_STREAMS_VARIABLE, os.environ) and not accelerator.current().is_cpu:
-            reason = "ranks are threads, and the race detector cannot tell to which of them a backward belongs"
-            raise Skipped(Reason(reason, SkipKind.DEVICE))
         world_size = int(self.world_size)
         self._ask_requirements(world_size)
         group = RankGroup(type(self), self._current_test_name, world_size, threads=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch_fsdp_tests.verdict import DefectBlock
 
@@ -15,6 +15,7 @@ class _Current(threading.local):  # a rank may be a thread
 
 
 _current = _Current()
+_watchers: list[Callable[[], Callable[[], None]]] = []
 
 
 @contextlib.contextmanager
@@ -38,6 +39,27 @@ def in_subtest(words: str) -> Iterator[None]:
         yield
     finally:
         _current.subtests = before
+
+
+def enter() -> Callable[[], None]:
+    """A block begins. Returns what is called if it shows its defect, which also explains what was seen in it."""
+    hits = [each() for each in _watchers]
+
+    def hit() -> None:
+        for each in hits:
+            each()
+
+    return hit
+
+
+@contextlib.contextmanager
+def watched(watcher: Callable[[], Callable[[], None]]) -> Iterator[None]:
+    """Call a function when a block begins, and what it returned if the block shows its defect."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
 
 
 def current() -> list[DefectBlock] | None:

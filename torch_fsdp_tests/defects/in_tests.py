@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch_fsdp_tests import settings
 from torch_fsdp_tests.common_utils import defect_blocks
 from torch_fsdp_tests.common_utils.testcase import KNOWN_DEFECTS
 from torch_fsdp_tests.defects import registry
@@ -82,8 +81,6 @@ class torch_defect:
     Raises ``LookupError`` for an unknown id. In a thread that a test starts, blocks do nothing.
     """
 
-    _start_again: Callable[[], None] = staticmethod(lambda: None)
-
     def __init__(self, *ids: str, when: bool = True, sometimes: bool = False) -> None:
         for id in ids:
             if id not in registry.ids():
@@ -98,10 +95,7 @@ class torch_defect:
     def __enter__(self) -> None:
         caller = sys._getframe(1)
         self._place = defect_blocks.place(os.path.basename(caller.f_code.co_filename), caller.f_lineno)
-        if settings.is_on(settings.CHECK_STREAMS_VARIABLE, os.environ):  # the defect also explains the block's races
-            from torch_fsdp_tests.device import ordering  # not at import, because it imports DTensor
-
-            self._start_again = ordering.mark()
+        self._undo = defect_blocks.enter()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
         blocks = defect_blocks.current()
@@ -115,7 +109,7 @@ class torch_defect:
         blocks += [DefectBlock(defect.facts(), self._place, raised) for defect in expected]
         was_hit = error is not None and bool(expected)
         if was_hit:
-            self._start_again()
+            self._undo()
         return was_hit
 
 

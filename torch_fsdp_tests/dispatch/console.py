@@ -13,18 +13,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from torch_fsdp_tests.device import machine
-from torch_fsdp_tests.dispatch import devices, hosts
+from torch_fsdp_tests.dispatch import devices, hosts, stages
 from torch_fsdp_tests.dispatch.atomic import naming
 from torch_fsdp_tests.dispatch.file_process import TestProcess
 from torch_fsdp_tests.dispatch.file_result import Attempt, FileResult
 from torch_fsdp_tests.dispatch.repeat import repeat_command
-from torch_fsdp_tests.dispatch.rounds import summary
 from torch_fsdp_tests.dispatch.run_plan import RunPlan
 from torch_fsdp_tests.dispatch.run_results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.installed_torch import fixes
+from torch_fsdp_tests.dispatch.stages import Stage
 from torch_fsdp_tests.verdict import (
-    COUNTED,
     FILE_ITSELF,
     Scope,
     State,
@@ -43,7 +41,6 @@ RULE = "=" * 78
 THIN_RULE = "-" * 78
 REFRESH = 1.0  # seconds between two updates of the status line on a terminal
 QUIET = 30.0  # seconds without output after which a log gets a progress line
-MOST_NAMES = 5  # of fixes, in the first line
 
 
 def wants_colours(stream: TextIO, environment: Mapping[str, str]) -> bool:
@@ -58,12 +55,10 @@ class Console:
 
     def __init__(self, run: RunTests, planned: RunPlan, stream: TextIO | None = None) -> None:
         self._run, self._total, self._slots = run, len(planned.jobs), len(planned.slots)
-        self._stream = stream or (sys.stderr if run.list_tests else sys.stdout)
+        self._stream = stream or (sys.stderr if run.output.list_tests else sys.stdout)
         # What is known at first; the first file with ranks reports the rest.
         self.under_test = devices.under_test(planned.device_set, run, planned.ranks)
         self._done = self._failures = self._tests = 0
-        self._round = 0  # the number of the running round; 0 without rounds
-        self._counts: collections.Counter[State] = collections.Counter()  # tests of this round
         self.is_terminal = self._stream.isatty()
         self._coloured = wants_colours(self._stream, os.environ)
         # Seconds between two progress reports: a rewritten line on a terminal, or lines in a log.
@@ -96,11 +91,26 @@ class Console:
     def _paint(self, text: str, colour: int | None) -> str:
         return f"\x1b[{colour}m{text}\x1b[0m" if self._coloured and colour else text
 
-    def begin(self) -> None:
-        """Print the first line now if all of it is known."""
-        self.learn(self.under_test)
+    def take(self, stage: Stage) -> None:
+        """Show a stage of the run."""
+        match stage:
+            case stages.Began():
+                self._done = self._failures = self._tests = 0
+                self._learn(self.under_test)  # now, if all of it is known
+            case stages.Learned(facts):
+                self._learn(facts)
+            case stages.FileIsSlow(process, now):
+                self._slow(process, now)
+            case stages.Progress():
+                self._progress(stage)
+            case stages.FileEnded(file):
+                self._file_done(file, stage.is_new)
+            case stages.Said(words):
+                self.say(words)
+            case stages.Ended(results, lines):
+                self._end(results, lines)
 
-    def learn(self, facts: Mapping[str, Any]) -> None:
+    def _learn(self, facts: Mapping[str, Any]) -> None:
         """Print the first line when the first file reports what it tests on, and then what the machine is."""
         if not self._introduced and facts.get("backend"):
             names = ("torch", "device", "backend", "ranks", "shared")
@@ -119,48 +129,24 @@ class Console:
         if known.get("shared"):
             about.append("devices shared")
         about += [f"up to {plural(self._slots, 'file')} at a time", plural(devices.cores(), "core")]
-        about.append(f"seed {self._run.seed}")
-        if fixed := self._run.fixes:
-            names = ", ".join(fixed) if len(fixed) <= MOST_NAMES else f"{len(fixed)} of them"
-            about.append("with all fixes" if fixes.are_all(fixed) else f"with fixes: {names}")
+        about.append(f"seed {self._run.execution.seed}")
+        about += filter(None, (feature.headline() for feature in self._run.features.values()))
         self.say(", ".join(about))
 
-    def begin_round(self, number: int) -> None:
-        """Count from 0 again."""
-        self._done = self._failures = self._tests = 0
-        self._round = number
-        self._counts = collections.Counter()
-
-    def round_done(self, took: float, since: float, is_complete: bool) -> None:
-        """Print one line for each round. It took ``took`` seconds, and the first began ``since`` seconds ago."""
-        self._set_status("")
-        counts = {state: self._counts[state] for state in COUNTED}
-        word = "FAILED" if counts[State.FAILED] else "ok" if is_complete else "stopped"
-        of = f"/{self._run.repeat}" if self._run.repeat else ""
-        outcome = self._paint(f"{word:7s}", _COLOURS.get(word))
-        limit = f" ({seconds(since)} of {seconds(self._run.duration)})" if self._run.duration else ""
-        self.say(f"round {self._round:{len(of[1:])}d}{of} {outcome} {closing_line(counts)}  {seconds(took)}{limit}")
-
-    def file_done(self, file: FileResult, is_new_failure: bool) -> None:
-        """Print one line for each file, and the full output of a file that failed.
-
-        In rounds only failures are printed, and the output if it ``is_new_failure``.
-        """
+    def _file_done(self, file: FileResult, is_new_failure: bool) -> None:
+        """Print one line for each file, and the full output of a file that failed, if it ``is_new_failure``."""
         self._set_status("")  # the status line about this file is outdated
         self._done += 1
         results = file.tests()
-        self._counts.update(result.outcome.counted_as for result in results)
         self._tests += sum(result.scope is Scope.TEST for result in results)
         word = word_for(file)
         place = f"[{self._done:{self._width}d}/{self._total}]"
-        if self._run.list_tests and word not in _PROBLEMS:
+        if self._run.output.list_tests and word not in _PROBLEMS:
             self.say(f"{place} {_listed(file)}")
-            return
-        if self._round and word not in ("unknown", "FAILED") and not self._run.verbose:
             return
         outcome = self._paint(f"{word:7s}", _COLOURS.get(word))
         self.say(f"{place} {outcome} {file.name}  {', '.join(_counted(file))}  {seconds(file.seconds)}")
-        if self._run.verbose:
+        if self._run.output.verbose:
             for test in results:
                 reason = f": {clean(test.reason)}" if test.reason else ""
                 self.say(f"    {test.outcome.value:13s} {test.name}  {seconds(test.seconds)}{reason}")
@@ -180,7 +166,7 @@ class Console:
         elif file.is_flaky:
             first = file.attempts[0]
             self._output(first, first.tests, f"output of the first attempt at {file.name}, which failed")
-        elif self._run.show_output:
+        elif self._run.output.show_output:
             self.say(f"{file.attempts[-1].output.rstrip()}\n")
 
     def _output(self, attempt: Attempt, tests: Iterable[TestResult], title: str) -> None:
@@ -204,21 +190,21 @@ class Console:
     def _facts(self, file: FileResult) -> dict[str, Any]:
         return self.under_test | file.attempts[-1].facts
 
-    def slow(self, process: TestProcess, now: float) -> None:
+    def _slow(self, process: TestProcess, now: float) -> None:
         """Report a running file that takes longer than expected."""
         expected = process.job.part.time
         about = f" (expected {seconds(expected)})" if expected else ""
         at = f", now at {process.running}" if process.running else ""
         self.say(f"slow: {process.job.part.name} has run for {seconds(now - process.began)}{about}{at}")
 
-    def progress(self, running: Iterable[TestProcess], now: float, left: float | None) -> None:
+    def _progress(self, stage: stages.Progress) -> None:
         """Rewrite the status line. In a log, print a line instead if nothing was printed for a while."""
         if not self._introduced or (not self.is_terminal and time.monotonic() < self._printed_at + self.refresh):
             return
-        running = list(running)
+        running, now, left = stage.running, stage.now, stage.left
         ages = ", ".join(f"{p.job.part.name.rpartition('/')[2]} {seconds(now - p.began)}" for p in running)
         tests = self._tests + sum(result.scope is Scope.TEST for p in running for result in p.results)
-        parts = [f"round {self._round}"] if self._round else []
+        parts = [stage.about] if stage.about else []
         parts += [f"[{self._done}/{self._total}] {plural(tests, 'test')} done", f"{self._failures} failed"]
         if left is not None:
             parts.append(f"about {seconds(left)} left")
@@ -253,7 +239,7 @@ class Console:
             for row in reasons:
                 self.say(f"  {row[what]:5d}  {next(iter(row['reason'].strip().splitlines()), 'no reason given')}")
 
-    def end(self, results: Results, remarks: Iterable[str]) -> None:
+    def _end(self, results: Results, remarks: Iterable[str]) -> None:
         """Print everything that follows after all files. The closing line comes last."""
         self._set_status("")
         counts = results.counts()
@@ -282,9 +268,7 @@ class Console:
         self.say(self._paint("failures:" if failures.keys() == {State.FAILED} else f"failures ({by_kind}):", RED))
         for file, test in bad:
             self.say(f"  {test.outcome.value}: {file.name}{' ' if test.name == FILE_ITSELF else '::'}{test.name}")
-            if results.rounds is not None:
-                self.say(f"    {clean(summary(results.rounds.record(file, test.name).to_json()))}")
-            elif test.reason:
+            if test.reason:
                 self.say(f"    {clean(test.reason)}")
             self.say(f"    {repeat_command(self._run, file.job.part.name, self._facts(file), test)}")
 
@@ -348,19 +332,16 @@ def _proves_too_little(results: Results) -> Iterator[str]:
     """Why a run without a failure shows too little, if so."""
     run = results.run
     if results.files and results.is_left_empty():
-        yield f"shard {run.shard} of {run.num_shards} has only parts of files, and none of these parts has a test"
+        shard = f"shard {run.selection.shard} of {run.selection.num_shards}"
+        yield f"{shard} has only parts of files, and none of these parts has a test"
     elif results.files and not results.executed and not results.failed and results.signal is None:
         if (unmatched := results.unmatched()) is not None:
             yield unmatched
         yield f"{RULE}\nNO TEST WAS EXECUTED: this run proves nothing\n{RULE}"
-    elif results.executed < run.minimum_executed:
-        yield f"too few tests: {results.executed} were executed, but --minimum-executed is {run.minimum_executed}"
+    elif results.executed < (least := run.execution.minimum_executed):
+        yield f"too few tests: {results.executed} were executed, but --minimum-executed is {least}"
 
 
 def _duration(results: Results) -> str:
-    ran = f"{plural(len(results.files), 'file')} in {seconds(results.seconds)}"
-    if (rounds := results.rounds) is None:
-        return f"{ran} ({seconds(sum(file.seconds for file in results.files))} of serial time)"
-    cut = f", and part of round {rounds.number}" if rounds.number > rounds.complete else ""
-    failed = f"; {plural(rounds.failed, 'round')} failed" if rounds.failed else ""
-    return f"{plural(rounds.complete, 'round')} of {ran}{cut}{failed}"
+    serial = seconds(sum(file.seconds for file in results.files))
+    return f"{plural(len(results.files), 'file')} in {seconds(results.seconds)} ({serial} of serial time)"

@@ -169,9 +169,14 @@ def check(device_set: DeviceSet, device: str | None, backend: str | None, ranks:
 
 def under_test(device_set: DeviceSet, run: RunTests, ranks: int) -> dict[str, Any]:
     """The facts that are certain before a file reports them. Only a file knows what an accelerator can do."""
-    if device_set.type == CPU and (run.device is not None or not loads_extensions(os.environ)):
-        return {"torch": torch_version(), "device": CPU, "backend": run.backend or device_set.backend, "ranks": ranks}
-    return {"torch": torch_version(), "device": run.device}
+    if device_set.type == CPU and (run.execution.device is not None or not loads_extensions(os.environ)):
+        return {
+            "torch": torch_version(),
+            "device": CPU,
+            "backend": run.execution.backend or device_set.backend,
+            "ranks": ranks,
+        }
+    return {"torch": torch_version(), "device": run.execution.device}
 
 
 def is_there(device_set: DeviceSet) -> bool:

@@ -58,16 +58,16 @@ class TestProcess:
         orders_path = self.directory / "orders.json"
         with naming(orders_path):
             orders_path.write_bytes(messages.encode(orders))
-        path = orders.run.test_directory / f"{orders.part.name}.py"
+        path = orders.test_directory / f"{orders.part.name}.py"
         self._events, write = os.pipe()
         os.set_blocking(self._events, False)
         try:
             self.child = self._children.start(
                 [*measure, "-m", run_file.__name__],
-                [str(path), str(orders_path), "--", *orders.run.arguments],
+                [str(path), str(orders_path), "--", *orders.arguments],
                 environment,
                 self.directory,
-                cwd=orders.run.test_directory,
+                cwd=orders.test_directory,
                 limit=time.monotonic() + self.limit,
                 grace=GRACE,
                 kept={stream.DESCRIPTOR_VARIABLE: write},

@@ -64,7 +64,7 @@ def save(directory: Path, device: str, existing: Collection[str], results: Resul
     except MalformedList:
         memory = {}
     before = {file: Failed.from_json(names) for file, names in memory.pop(device, {}).items() if file in existing}
-    is_narrowed = bool(results.run.patterns) or results.run.rerun_disabled
+    is_narrowed = bool(results.run.selection.patterns) or results.run.selection.rerun_disabled
     parts: dict[str, list[FileResult]] = {}
     for file in results.files:
         parts.setdefault(file.job.part.name, []).append(file)

@@ -39,8 +39,8 @@ def _about(job: Job) -> str:
 def plan_json(run: RunTests, jobs: Sequence[Job], total: Seconds) -> dict:
     """Return the plan as data. ``data/plan.schema.json`` describes it."""
     return {
-        "shard": run.shard,
-        "num_shards": run.num_shards,
+        "shard": run.selection.shard,
+        "num_shards": run.selection.num_shards,
         "jobs": [
             {
                 "file": job.part.name,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import os
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch_fsdp_tests import installation
-from torch_fsdp_tests.dispatch import devices, expectations, listing, options, run_plan, times
+from torch_fsdp_tests.dispatch import devices, expectations, listing, options, run_plan, stages, times
 from torch_fsdp_tests.dispatch.atomic import naming
 from torch_fsdp_tests.dispatch.devices import DeviceSet
 from torch_fsdp_tests.dispatch.discover import discover
@@ -22,6 +23,7 @@ from torch_fsdp_tests.dispatch.other_ranks import LaunchFailure, OtherRanks
 from torch_fsdp_tests.dispatch.run_plan import RunPlan
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import Narrowed, UnknownTest, matching, select
+from torch_fsdp_tests.dispatch.stages import Stage
 from torch_fsdp_tests.dispatch.upstream import absent
 from torch_fsdp_tests.processes import launcher, leaks, system
 from torch_fsdp_tests.processes.launcher import Launch
@@ -29,7 +31,9 @@ from torch_fsdp_tests.settings import ConfigurationError
 from torch_fsdp_tests.verdict import closing_line, first_few, plural, tally
 
 if TYPE_CHECKING:  # what only a run needs is imported late, so that a plan is fast
+    from torch_fsdp_tests.dispatch.console import Console
     from torch_fsdp_tests.dispatch.run_results import Results
+    from torch_fsdp_tests.dispatch.runner import Runner
     from torch_fsdp_tests.processes.children import Children
 
 
@@ -80,12 +84,10 @@ def _workers(launch: Launch) -> OtherRanks:
 def _guarded(argv: Sequence[str], root: Path, launch: Launch | None, others: OtherRanks) -> ExitStatus:
     try:
         run = options.parse(argv, os.environ, root, launch)
-        if not run.records_behaviour:
+        with contextlib.ExitStack() as stack:
+            for feature in () if run.output.is_plan or run.output.list_tests else run.features.values():
+                stack.enter_context(feature.running())
             return _checked(run, others)
-        from torch_fsdp_tests.dispatch import comparing  # few runs need it
-
-        with comparing.prepared(run) as prepared:
-            return _checked(prepared, others)
     except (UnknownTest, expectations.MalformedList, ConfigurationError) as error:
         _remark(str(error))
         return ExitStatus.USAGE_ERROR
@@ -105,58 +107,61 @@ def _print(text: str, end: str = "\n") -> None:
 
 
 def _checked(run: RunTests, others: OtherRanks) -> ExitStatus:
-    _remark(*run.remarks)
-    files = discover(run.test_directory)
+    _remark(*run.output.remarks)
+    files = discover(run.selection.test_directory)
     device_set = _devices(run, others)
     with _children(run, device_set) as children:
         narrowed = _select(run, files, device_set.type)
         selection = narrowed.tests
-        planned = run_plan.make(run, others.world_size, files, selection, device_set, _entries(run))
+        planned = run_plan.make(run, others.world_size, files, narrowed, device_set, _entries(run))
         _remark(*planned.remarks)
         if not selection and not narrowed.verdict:
             nothing = f"none of the selected tests failed when they were last run here on {device_set.type}"
-            _remark(nothing if run.failed_only else "nothing is selected")
+            _remark(nothing if run.selection.failed_only else "nothing is selected")
         elif selection and not planned.jobs:
-            _remark(f"shard {run.shard} of {run.num_shards} has nothing to run: there are fewer jobs than shards")
+            shard = f"shard {run.selection.shard} of {run.selection.num_shards}"
+            _remark(f"{shard} has nothing to run: there are fewer jobs than shards")
         status = ExitStatus.OK if selection else ExitStatus.NOTHING_RAN
-        if children is None and planned.jobs and run.patterns:
+        if children is None and planned.jobs and run.selection.patterns:
             planned, status = _matching(run, others, planned)
-        if children is None and run.list_files:
+        if children is None and run.output.list_files:
             _print(listing.files_text(planned.jobs, planned.needs), end="\n" if planned.jobs else "")
         elif children is None:
             _print(run_plan.shown(run, planned))
         elif not planned.jobs:
-            print(closing_line(tally(())), file=sys.stderr if run.list_tests else sys.stdout, flush=True)
+            print(closing_line(tally(())), file=sys.stderr if run.output.list_tests else sys.stdout, flush=True)
         else:
             status = _run(run, others, planned, children)
         if narrowed.verdict:
-            (_remark if children is None or run.list_tests else _print)(narrowed.verdict)
-        return ExitStatus.NOTHING_RAN if status is ExitStatus.OK and narrowed.is_unguarded else status
+            (_remark if children is None or run.output.list_tests else _print)(narrowed.verdict)
+        return ExitStatus.NOTHING_RAN if status is ExitStatus.OK and narrowed.proves_nothing else status
 
 
 @contextlib.contextmanager
 def _children(run: RunTests, device_set: DeviceSet) -> Iterator[Children | None]:
     """The processes of a run, or None for a plan."""
-    if run.dry_run or (run.list_files and not run.list_tests):
+    if run.output.is_plan:
         yield None
         return
     from torch_fsdp_tests.dispatch import runner
     from torch_fsdp_tests.processes.children import Children
 
     with Children("run_test-") as children:
-        if run.by_reach and runner.will_fork(run, device_set):  # torch is imported while the tests are put in order
+        if run.features.narrow and runner.will_fork(
+            run, device_set
+        ):  # torch is imported while the tests are put in order
             runner.start_forks(run, device_set, children)
         yield children
 
 
 def _devices(run: RunTests, others: OtherRanks) -> DeviceSet:
     """The devices that may be lent."""
-    device_set = devices.find(run.device, run.devices, os.environ)
-    if run.devices is not None and device_set.lendable is None:
+    device_set = devices.find(run.execution.device, run.execution.devices, os.environ)
+    if run.execution.devices is not None and device_set.lendable is None:
         _remark("--devices has no effect on the CPU; use -j to set how many files run at a time")
     if others.world_size is not None:
         return dataclasses.replace(device_set, names=(), variable=None)  # each rank takes its LOCAL_RANK's
-    if run.jobs is not None and device_set.lendable is not None:
+    if run.execution.jobs is not None and device_set.lendable is not None:
         return device_set.shared()
     if device_set.remark is not None:
         _remark(device_set.remark)
@@ -165,23 +170,21 @@ def _devices(run: RunTests, others: OtherRanks) -> DeviceSet:
 
 def _select(run: RunTests, files: Mapping[str, Path], device: str) -> Narrowed:
     include, exclude, within = _present(run, files)
-    selection = select(files, include, exclude, run.test_directory, within)
+    selection = select(files, include, exclude, run.selection.test_directory, within)
     below = set(matching("distributed", [*files]))
-    if run.distributed_only:
+    if run.selection.distributed_only:
         selection = [test for test in selection if test.file in below]
-    if run.without_distributed:
+    if run.selection.without_distributed:
         selection = [test for test in selection if test.file not in below]
-    if run.failed_only:
+    if run.selection.failed_only:
         from torch_fsdp_tests.dispatch import last_failures
 
         selection = last_failures.narrow(selection, last_failures.load(run.reports, device))
-    if not (run.by_reach or run.completes_map):
-        return Narrowed(selection)
-    from torch_fsdp_tests.dispatch import reaching
-
-    narrowed = (reaching.narrow if run.by_reach else reaching.unknown)(run, selection, device)
-    _remark(*narrowed.remarks)
-    return narrowed
+    for feature in run.features.values():
+        if (narrowed := feature.narrow(selection, device)) is not None:
+            _remark(*narrowed.remarks)
+            return narrowed
+    return Narrowed(selection, may_be_cut=True)
 
 
 def _present(run: RunTests, files: Mapping[str, Path]) -> list[list[str]]:
@@ -189,10 +192,10 @@ def _present(run: RunTests, files: Mapping[str, Path]) -> list[list[str]]:
 
     A remark names these files. Raises :class:`UnknownTest` if no other name is left of one kind that selects.
     """
-    named = (run.include, run.exclude, run.within)
-    lacking = absent([name for names in named for name in names], files, run.test_directory)
+    named = (run.selection.include, run.selection.exclude, run.selection.within)
+    lacking = absent([name for names in named for name in names], files, run.selection.test_directory)
     left = [[name for name in names if name not in lacking] for names in named]
-    if (run.include and not left[0]) or (run.within and not left[2]):
+    if (run.selection.include and not left[0]) or (run.selection.within and not left[2]):
         words = f"none of the named test files of PyTorch is here: {first_few(lacking)}"
         raise UnknownTest(f"{words}; --list shows all files")
     if lacking:
@@ -202,12 +205,12 @@ def _present(run: RunTests, files: Mapping[str, Path]) -> list[list[str]]:
 
 def _entries(run: RunTests) -> list[expectations.Entry]:
     entries: list[expectations.Entry] = []
-    if run.disabled and _is_there(run.disabled):
-        entries, remarks = expectations.read_disabled(run.disabled)
+    if run.selection.disabled and _is_there(run.selection.disabled):
+        entries, remarks = expectations.read_disabled(run.selection.disabled)
         _remark(*remarks)
-    if run.slow and _is_there(run.slow):
-        entries += expectations.read_slow(run.slow)
-    return entries + [entry for path in run.known_failures for entry in expectations.read_own(path)]
+    if run.selection.slow and _is_there(run.selection.slow):
+        entries += expectations.read_slow(run.selection.slow)
+    return entries + [entry for path in run.selection.known_failures for entry in expectations.read_own(path)]
 
 
 def _is_there(path: Path) -> bool:
@@ -225,10 +228,11 @@ def _matching(run: RunTests, others: OtherRanks, planned: RunPlan) -> tuple[RunP
     from torch_fsdp_tests.dispatch.console import Console
     from torch_fsdp_tests.dispatch.runner import Runner
 
-    lister = dataclasses.replace(run, dry_run=False, list_files=True, list_tests=True)
+    output = dataclasses.replace(run.output, dry_run=False, list_files=True, list_tests=True)
+    lister = dataclasses.replace(run, output=output)
     with _children(lister, planned.device_set) as children:
         assert children is not None
-        results = Runner(lister, planned, Console(lister, planned, io.StringIO()), others, children).run()
+        results = Runner(lister, planned, Console(lister, planned, io.StringIO()).take, others, children).run()
     _remark(*filter(None, [results.unmatched()]))
     left = {file.job.key for file in results.files if file.tests()}
     jobs = [job for job in planned.jobs if job.key in left]
@@ -247,26 +251,43 @@ def _run(run: RunTests, others: OtherRanks, planned: RunPlan, children: Children
     _remark(*records.begin())
     # After the last file, while the reports are written, signals only change the exit status: reports must be complete.
     children.note((signal.SIGINT, *system.ending_signals()))
-    runner = Runner(run, planned, console, others, children, records.keep)
-    before = leaks.paths_below(run.test_directory) if run.is_own else set()
-    results = runner.run_rounds()
-    new = leaks.paths_below(run.test_directory) - before if run.is_own else set()
+
+    def tell(stage: Stage) -> None:
+        records.take(stage)
+        shown: Stage | None = stage
+        for feature in run.features.values():
+            shown = feature.stage(shown) if shown is not None else None
+        if shown is not None:
+            console.take(shown)
+
+    runner = Runner(run, planned, tell, others, children)
+    before = leaks.paths_below(run.selection.test_directory) if run.selection.is_own else set()
+    results = _drive(run, runner, console)
+    new = leaks.paths_below(run.selection.test_directory) - before if run.selection.is_own else set()
     results.written = sorted(path for path in new if os.path.dirname(path) not in new)
-    if run.list_tests:
+    if run.output.list_tests:
         return _print_tests(results)
-    remarks, written = records.write(results, planned, runner.run_without)
-    console.end(results, remarks)
+    lines, written = records.write(results, planned, runner.run_with)
+    tell(stages.Ended(results, lines))
     results.signal = results.signal or next(iter(children.signals), None)
     return results.exit_code() or written
 
 
+def _drive(run: RunTests, runner: Runner, console: Console) -> Results:
+    """Run all jobs, as often as a feature wants it."""
+    once = runner.run
+    for feature in () if run.output.list_tests else run.features.values():
+        once = functools.partial(feature.drive, once, console.say)
+    return once()
+
+
 def _check(run: RunTests, planned: RunPlan) -> None:
     """Raise an error for what would make the run fail later."""
-    if run.is_own and (missing := devices.missing_packages()) is not None:
+    if run.selection.is_own and (missing := devices.missing_packages()) is not None:
         raise ConfigurationError(missing)
-    devices.check(planned.device_set, run.device, run.backend, run.ranks)
-    if run.save_times is not None:
-        times.check(run.save_times, os.environ)
+    devices.check(planned.device_set, run.execution.device, run.execution.backend, run.execution.ranks)
+    if run.output.save_times is not None:
+        times.check(run.output.save_times, os.environ)
 
 
 def _print_tests(results: Results) -> ExitStatus:

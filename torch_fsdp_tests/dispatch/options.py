@@ -1,31 +1,34 @@
 """The command line, and all checks between options, so that the rest of the program can trust its input.
 
-Each option is declared once, under the name of the :class:`RunTests` field that it sets. An option that is not given is
-absent, so that an environment variable counts, or else the field's default.
+Each option is declared once, under the name of the field of :class:`Selection`, :class:`Execution` or :class:`Output`
+that it sets, or by an extension. An option that is not given is absent, so that an environment variable counts, or else
+the field's default.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import platform
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
-from torch_fsdp_tests import installation, settings
+from torch_fsdp_tests import extension, installation, settings
 from torch_fsdp_tests.dispatch import devices, keywords
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
-from torch_fsdp_tests.dispatch.plan import LONGEST
-from torch_fsdp_tests.dispatch.runtests import DEFAULT_DIRECTORY, REPORTS, RunTests
+from torch_fsdp_tests.dispatch.option_types import option_type, positive, whole_number
+from torch_fsdp_tests.dispatch.runtests import DEFAULT_DIRECTORY, Execution, Output, RunTests, Selection
+from torch_fsdp_tests.extension import Features, absolute
 from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.processes.launcher import Launch
 from torch_fsdp_tests.settings import BACKEND_VARIABLE, DEVICE_VARIABLE, TIMEOUT_VARIABLE, ConfigurationError
 
+_Part = TypeVar("_Part")
+
 MAX_JOBS = 10_000
 MAX_RERUNS = 1000
-MAX_ROUNDS = 1_000_000
 MAX_TESTS = 10_000_000
 
 # Options of PyTorch's own run_test.py that this suite accepts and ignores, so that command lines of PyTorch's CI can be
@@ -94,53 +97,7 @@ class Parser(argparse.ArgumentParser):
         return [name for name, each in self._option_string_actions.items() if each.dest != "without_effect"]
 
 
-def whole_number(least: int, most: int) -> Callable[[str], int]:
-    """The type of an option: a whole number within these limits."""
-
-    def whole(text: str) -> int:
-        if not (text.isdecimal() and len(text) <= len(str(most)) and least <= int(text) <= most):
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from {least} to {most}")
-        return int(text)
-
-    return whole
-
-
-def positive(text: str) -> float:
-    """The type of an option: a positive number of seconds."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= LONGEST:
-        limits = f"greater than 0 and up to {LONGEST:.0f}"
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of seconds {limits}")
-    return value
-
-
-def duration(text: str) -> float:
-    """The type of an option: a time with units, such as ``8h`` or ``1h30m``."""
-    parts = re.fullmatch(r"(?:(\d{1,9}(?:\.\d{1,9})?)h)?(?:(\d{1,9})m)?(?:(\d{1,9})s)?", text)
-    amounts = [float(amount or 0) for amount in parts.groups()] if parts else []
-    value = sum(amount * unit for amount, unit in zip(amounts, (3600, 60, 1)))
-    if not 0 < value <= LONGEST:
-        most = f"up to {LONGEST / 3600:.0f}h"
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a time such as 90s, 20m, 8h or 1h30m, {most}")
-    return value
-
-
-def _option_type(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A function that reads a text, as the type of an option: the message of its ``ValueError`` is shown."""
-
-    def typed(text: str) -> Any:
-        try:
-            return read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return typed
-
-
-@_option_type
+@option_type
 def _pattern(text: str) -> str:
     if not text.strip():
         raise ValueError("an empty pattern would select every test; leave the option out")
@@ -164,16 +121,13 @@ class _Version(argparse.Action):
         parser.exit(ExitStatus.OK)
 
 
-def _path(text: str) -> Path:
-    return Path(text).absolute()
-
-
 def make_parser() -> Parser:
+    variables = [*settings.VARIABLES, *(row for each in extension.found().values() for row in each.variables)]
     statuses = "\n".join(f"  {status:3d}  {status.sentence}" for status in ExitStatus)
     parser = Parser(
         prog=installation.program_name(),
         description="Run the tests of FSDP with the installed torch. Each file runs in a process of its own.",
-        epilog=f"{LESS_USED}\n\n{settings.table()}\nexit statuses:\n{statuses}\n\n"
+        epilog=f"{LESS_USED}\n\n{settings.table(variables)}\nexit statuses:\n{statuses}\n\n"
         f"documentation: {installation.DOCUMENTS}",
         argument_default=argparse.SUPPRESS,
     )
@@ -193,14 +147,7 @@ def make_parser() -> Parser:
     add("-k", "--pytest-k-expr", action="append", type=_pattern, dest="patterns", metavar="EXPRESSION", help=words)
     words = "only tests that failed when they were last run here, on this device"
     add("--failed", **flag, dest="failed_only", help=words)
-    words = "only tests that execute a function, class, module, file or FILE:LINES, or what has changed in a diff "
-    words += "(- for stdin) or compared with the folder of another version of PyTorch"
-    add("--reaching", nargs="+", action="extend", metavar="WHAT", help=words)
-    add("--changed", **flag, help="only tests that execute what differs between the installed FSDP and that of the map")
-    words = "with --reaching or --changed: the map of what tests execute (default: the shipped one for "
-    words += "this version of PyTorch); with --save-map: run only the tests that it does not know, and write both"
-    add("--map", type=_path, metavar="FILE", help=words)
-    add("--test-directory", type=_path, metavar="DIR", help=f"where the tests are (default: {DEFAULT_DIRECTORY})")
+    add("--test-directory", type=absolute, metavar="DIR", help=f"where the tests are (default: {DEFAULT_DIRECTORY})")
     add("--list", **flag, dest="list_files", help="list files with their ranks and expected time, and run nothing")
     add("--tests", **flag, dest="list_tests", help="with --list: list tests instead of files")
     add("--dry-run", **flag, help="print the plan, and run nothing")
@@ -210,14 +157,14 @@ def make_parser() -> Parser:
     words = "run the Nth of M parts, counted from 1"
     add("--shard", nargs=2, type=whole_number(1, settings.MAX_SHARDS), metavar=("N", "M"), help=words)
     words = "devices that the tests may use, such as 0,1,2,3 or 0-7 (default: all visible ones)"
-    add("--devices", type=_option_type(devices.parse_names), metavar="LIST", help=words)
+    add("--devices", type=option_type(devices.parse_names), metavar="LIST", help=words)
     words = "run N files at a time; on devices, each file sees all of them (default: by cores and ranks, or by devices)"
     add("-j", "--jobs", type=whole_number(1, MAX_JOBS), metavar="N", help=words)
     add("--device", metavar="TYPE", help="device under test, such as cpu or cuda (default: what torch picks)")
     add("--backend", metavar="NAME", help="backend between ranks (default: the device's own)")
     words = "number of ranks of a test that does not need another number (default: depends on the device)"
     add("--ranks", type=whole_number(1, settings.MAX_RANKS), metavar="N", help=words)
-    add("--save-times", type=_path, metavar="DIR", help="write the times and needs of this run to this folder")
+    add("--save-times", type=absolute, metavar="DIR", help="write the times and needs of this run to this folder")
 
     add = parser.add_argument_group("how they run").add_argument
     add("--keep-going", "--continue-through-error", **flag, help="continue after a file has failed")
@@ -226,27 +173,14 @@ def make_parser() -> Parser:
     add("--timeout", type=positive, metavar="S", help=words)
     words = "repeat failed tests up to N times in new processes"
     add("--reruns", type=whole_number(0, MAX_RERUNS), metavar="N", help=words)
-    words = "run the selection N times, with a line for each round, until a test fails; with --keep-going count by test"
-    add("--repeat", type=whole_number(1, MAX_ROUNDS), metavar="N", help=words)
-    words = "the same for a time such as 90s, 20m or 8h: no new round if it would overrun"
-    add("--for", type=duration, dest="duration", metavar="TIME", help=words)
     add("--fail-on-flaky", **flag, help="fail the run if a test passed only when it was repeated")
-    words = "fix these known defects of torch in memory (default: all that have a fix for this version)"
-    add("--with-fixes", nargs="*", action="extend", dest="fixes", metavar="ID", help=words)
     words = "fail a test if torch lacks the known defect that the test shows, or a feature that its release has"
     add("--strict-defects", **flag, help=words)
-    words = "fail a test if streams, or the CPU, do not wait for each other where they share memory; also on the CPU"
-    add("--check-streams", **flag, help=words)
     words = "fail the run if fewer than N tests were executed"
     add("--minimum-executed", type=whole_number(0, MAX_TESTS), metavar="N", help=words)
     words = "seed for the order of tests and for random numbers, or 'random' "
-    words += f"(default: unittest's order, and {RunTests.seed})"
+    words += f"(default: unittest's order, and {Execution.seed})"
     add("--seed", type=_seed, metavar="N", help=words)
-    words = "measure with coverage.py which lines of the tests, the harness, and torch's FSDP and state dicts run "
-    words += f"(in {REPORTS}/.coverage)"
-    add("-c", "--coverage", **flag, help=words)
-    words = "write a map of which tests execute which functions and statements, for --reaching and --changed"
-    add("--save-map", type=_path, metavar="FILE", help=words)
     lists: dict[str, Any] = {"type": Path, "metavar": "FILE"}
     words = "a list of tests that are disabled, slow or expected to fail (its schema is in dispatch/data); may be "
     words += "repeated"
@@ -254,21 +188,12 @@ def make_parser() -> Parser:
 
     add = parser.add_argument_group("output").add_argument
     add("-v", "--verbose", **flag, help="print a line for each test")
-    junit = Path(REPORTS, "python-unittest").absolute()
-    add("--save-xml", nargs="?", type=_path, const=junit, metavar="DIR", help="write JUnit XML")
-    add("--report", type=_path, metavar="DIR", help="write report.json and report.html")
-    words = "run twice, and write what each test does: values, collectives, memory, states, exceptions and warnings, "
-    words += "copies and casts"
-    add("--record-behaviour", type=_path, metavar="FILE", help=words)
-    words = "report what each test does differently from this record of another version, device or run"
-    add("--against-behaviour", type=_path, metavar="FILE", help=words)
-    words = "with --reaching DIFF or --with-fixes: run the tests without the change and with it, both in memory, and "
-    words += "report what they do differently"
-    add("--compare-behaviour", **flag, help=words)
-    add("--operators", **flag, help="with one of these: record and compare all other operators as well")
-    add("--fail-on-difference", **flag, help="with one of the last two: fail the run if a test differs")
-    words = "report what differs from the report.json of an earlier run, or of its folder"
-    add("--compare", type=Path, metavar="REPORT", help=words)
+    add("--report", type=absolute, metavar="DIR", help="write report.json, and what shows it")
+    groups = {group.title: group.add_argument for group in parser._action_groups}
+    for each in extension.found().values():
+        each.add_options(
+            lambda title: groups.get(title) or groups.setdefault(title, parser.add_argument_group(title).add_argument)
+        )
 
     _add_options_of_upstream(parser)
     add = parser.add_argument
@@ -319,10 +244,8 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         "run_slow": settings.SLOW_VARIABLE in true_ones,
         "strict_defects": settings.STRICT_DEFECTS_VARIABLE in true_ones,
         "strict_names": settings.STRICT_NAMES_VARIABLE in true_ones,
-        "check_streams": settings.CHECK_STREAMS_VARIABLE in true_ones,
         "rerun_disabled": "PYTORCH_TEST_RERUN_DISABLED_TESTS" in true_ones,
         "skip_fast": "PYTORCH_TEST_SKIP_FAST" in true_ones,
-        "coverage": "PYTORCH_COLLECT_COVERAGE" in true_ones,
     }
     shard, num_shards = settings.shard(environment)
     words = {"device": DEVICE_VARIABLE, "backend": BACKEND_VARIABLE}
@@ -353,17 +276,8 @@ def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path, launc
     }
     if "shard" in given:
         given["shard"], given["num_shards"] = given["shard"]
-    if given.get("compare_behaviour") and "fail_fast" not in given:
-        given.setdefault("keep_going", True)  # what passes is compared also if something fails
-    if given.get("record_behaviour") and not given.keys() & {"list_files", "dry_run"}:
-        given.setdefault("repeat", None if "duration" in given else 2)  # what does not repeat is not compared
-    if "fixes" in given:
-        from torch_fsdp_tests.installed_torch import fixes  # few runs need it
-
-        try:
-            given["fixes"] = tuple(fixes.requested(given["fixes"]))
-        except fixes.NotFixed as error:
-            parser.error(f"--with-fixes: {error}")
+    for each in extension.found().values():
+        given = {**each.implied(given), **given}
     try:
         settings.check(environment)
         from_environment = _from_environment(environment)
@@ -380,17 +294,32 @@ def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path, launc
         "arguments": tuple(argv[dashes + 1 :]),
         "shuffle": "seed" in given,
         "logs_by_option": "pipe_logs" in given,
-        "without_effect": nothing,
         "remarks": tuple(_remarks(given, nothing, environment)),
     }
     if "fail_fast" in given and "keep_going" not in given:
         fields["keep_going"] = False  # the option overrides CONTINUE_THROUGH_ERROR
-    run = RunTests(**fields)
+    run = RunTests(_part(Selection, fields), _part(Execution, fields), _part(Output, fields))
+    try:
+        run = dataclasses.replace(run, features=_features(run, given, environment))
+    except ConfigurationError as error:
+        parser.error(str(error))
     problem = _misplaced(run, parser) or _launch_problem(launch, run)
     problem = problem or _problem(run, rerun_asked="rerun_disabled" in given)
     if problem is not None:
         parser.error(problem)
     return run
+
+
+def _part(part: type[_Part], fields: Mapping[str, Any]) -> _Part:
+    """A part of the run, of those fields that are its own."""
+    names = [field.name for field in dataclasses.fields(part)]  # type: ignore[arg-type]
+    return part(**{name: fields[name] for name in names if name in fields})
+
+
+def _features(run: RunTests, given: Mapping[str, Any], environment: Mapping[str, str]) -> Features:
+    """What the extensions do that the options ask for."""
+    made = {name: each.feature(run, given, environment) for name, each in extension.found().items()}
+    return Features({name: feature for name, feature in made.items() if feature is not None})
 
 
 def _remarks(given: Mapping[str, Any], nothing: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:
@@ -407,52 +336,32 @@ def _remarks(given: Mapping[str, Any], nothing: Sequence[str], environment: Mapp
 
 def _misplaced(run: RunTests, parser: Parser) -> str | None:
     """A sentence about an option that the suite's test files would reject, or None. Other files may have any option."""
-    own = {*parser.effective_options()} - _OF_TEST_FILES if run.test_directory == run.default_directory else ()
-    found = next((word for word in run.arguments if word.partition("=")[0] in own), None)
+    own = {*parser.effective_options()} - _OF_TEST_FILES if run.selection.is_own else ()
+    found = next((word for word in run.execution.arguments if word.partition("=")[0] in own), None)
     return found and f"{found} follows --, so test files would get it: put it before --"
 
 
 def _problem(run: RunTests, rerun_asked: bool) -> str | None:
     """A sentence that says why the options are wrong, or None."""
-    if not run.test_directory.is_dir():
-        return f"the test directory {run.test_directory} does not exist; name one with --test-directory"
-    if run.shard > run.num_shards:
-        return f"--shard {run.shard} {run.num_shards}: shards are counted from 1 to {run.num_shards}"
-    if run.as_json and not run.dry_run:
+    selection, execution, output = run.selection, run.execution, run.output
+    if not selection.test_directory.is_dir():
+        return f"the test directory {selection.test_directory} does not exist; name one with --test-directory"
+    if selection.shard > selection.num_shards:
+        return f"--shard {selection.shard} {selection.num_shards}: shards are counted from 1 to {selection.num_shards}"
+    if output.as_json and not output.dry_run:
         return "--json can only be used with --dry-run"
-    if run.list_tests and not run.list_files:
+    if output.list_tests and not output.list_files:
         return "--tests can only be used with --list"
-    if run.coverage:
-        from torch_fsdp_tests.dispatch import coverage
-
-        if (missing := coverage.missing_package()) is not None:
-            return f"--coverage needs {missing}"
-    if run.save_map is not None and run.coverage:
-        return "--save-map records without --coverage; leave that out"
-    for option, path in (("--save-map", run.save_map), ("--record-behaviour", run.record_behaviour)):
-        if path is not None and path.is_dir():
-            return f"{option}: {path} is a folder; name a file"
-    if run.map is not None and not run.by_reach and run.save_map is None:
-        return "--map can only be used with --reaching, --changed or --save-map"
-    if run.fail_fast and run.keep_going:
+    if execution.fail_fast and execution.keep_going:
         return "--fail-fast and --keep-going cannot be used together"
-    if rerun_asked and not (run.disabled or run.known_failures):
+    if rerun_asked and not (selection.disabled or selection.known_failures):
         return "--rerun-disabled-tests needs a list: --disabled-tests, --known-failures or DISABLED_TESTS_FILE"
-    if run.is_repeated and (run.list_files or run.dry_run or run.coverage or run.reruns):
-        other = "--list" if run.list_files else "--dry-run" if run.dry_run else "--coverage" if run.coverage else ""
-        what = "--record-behaviour, which runs twice," if run.record_behaviour else "--repeat and --for"
-        return f"{what} cannot be used with {other or '--reruns, which repeats only what failed'}"
-    if run.compare is not None and not run.compare.exists():
-        return f"--compare: there is no file {run.compare}"
-    if run.compare_behaviour and not (run.reaching or run.fixes):
-        return "--compare-behaviour needs a change: a diff with --reaching, or --with-fixes"
-    if run.compare_behaviour and (run.against_behaviour or run.record_behaviour):
-        return "--compare-behaviour cannot be used with --record-behaviour or --against-behaviour"
-    if run.operators and not run.records_behaviour:
-        return "--operators can only be used with --against-behaviour, --compare-behaviour or --record-behaviour"
-    if run.fail_on_difference and not (run.against_behaviour or run.compare_behaviour):
-        return "--fail-on-difference can only be used with --against-behaviour or --compare-behaviour"
-    return None if run.list_files or run.dry_run else _unwritable(run)
+    if len(tracing := [feature.traces for feature in run.features.values() if feature.traces]) > 1:
+        return f"{tracing[0]} cannot be used with {tracing[1]}: both trace what tests execute"
+    for feature in run.features.values():
+        if (problem := feature.problem(run)) is not None:
+            return problem
+    return None if output.list_files or output.dry_run else _unwritable(run)
 
 
 def _launch_problem(launch: Launch | None, run: RunTests) -> str | None:
@@ -461,17 +370,19 @@ def _launch_problem(launch: Launch | None, run: RunTests) -> str | None:
         return None
     if not system.can_fork():
         return "a launcher can only be used on Linux, where a process that has imported torch may fork"
-    if (run.jobs or 1) > 1:
-        return f"-j {run.jobs}: under a launcher files run one after the other, over all ranks; leave the option out"
-    if run.devices is not None:
+    execution = run.execution
+    if (execution.jobs or 1) > 1:
+        return (
+            f"-j {execution.jobs}: under a launcher files run one after the other, over all ranks; leave the option out"
+        )
+    if execution.devices is not None:
         return "--devices: under a launcher every rank takes the device of its LOCAL_RANK; leave the option out"
-    if run.coverage or run.save_map:
-        option = "--coverage" if run.coverage else "--save-map"
-        return f"{option} does not measure the processes of a launcher; run it without one"
-    if run.records_behaviour and (run.compare_behaviour or not launch.one_host):
-        return "behaviour is recorded on one machine, and compared without a launcher"
-    if (run.ranks or 1) > launch.world_size:
-        return f"--ranks {run.ranks}: the launcher made only {launch.world_size}; let it make more, or ask for fewer"
+    for feature in run.features.values():
+        if feature.needs_local_ranks(launch.one_host):
+            return feature.needs_local_ranks(launch.one_host)
+    if (execution.ranks or 1) > launch.world_size:
+        words = f"--ranks {execution.ranks}: the launcher made only {launch.world_size}"
+        return f"{words}; let it make more, or ask for fewer"
     return None
 
 
@@ -479,15 +390,15 @@ def _unwritable(run: RunTests) -> str | None:
     """A sentence that says what could not be written at the end of the run, or None."""
     from torch_fsdp_tests.dispatch.atomic import try_folder  # imported late, because a plan writes nothing
 
-    for option, folder in (
-        ("--save-xml", run.save_xml),
-        ("--report", run.report),
-        ("--save-times", run.save_times),
-        ("--pipe-logs", run.reports / "logs" if run.logs_by_option else None),
-        ("--coverage", run.reports if run.coverage else None),
-        ("--save-map", run.save_map.parent if run.save_map else None),
-        ("--record-behaviour", run.record_behaviour.parent if run.record_behaviour else None),
-    ):
+    folders = {
+        "--report": run.output.report,
+        "--save-times": run.output.save_times,
+        "--pipe-logs": run.reports / "logs" if run.output.logs_by_option else None,
+    }
+    for option, folder in [
+        *folders.items(),
+        *(pair for each in run.features.values() for pair in each.writes().items()),
+    ]:
         if folder is not None:
             try:
                 try_folder(folder)

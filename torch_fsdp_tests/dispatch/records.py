@@ -1,81 +1,82 @@
-"""What a run writes when it ends, and what it is compared with."""
+"""What a run writes when it ends."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from torch_fsdp_tests import installation
-from torch_fsdp_tests.dispatch import behaviour_files, compare, comparing, junit, last_failures, reaching, report, times
-from torch_fsdp_tests.dispatch.comparing import Rerun
+from torch_fsdp_tests.dispatch import last_failures, report, times
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.run_plan import RunPlan
 from torch_fsdp_tests.dispatch.run_results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.settings import ConfigurationError
+from torch_fsdp_tests.dispatch.stages import FileEnded, Stage
+from torch_fsdp_tests.extension import Conclusion, Rerun
 
 
 class Records:
-    """The reports, logs, times, map and behaviour that the options of a run ask for."""
+    """The reports, logs and times that the options of a run ask for, and what its features write."""
 
     def __init__(self, run: RunTests) -> None:
-        """Read what the run will be compared with. Raises ``MalformedList`` if that fails."""
         self._run = run
-        self._earlier = compare.load(run.compare) if run.compare else None
-        self._against = behaviour_files.load(run.against_behaviour) if run.against_behaviour else None
-        if self._against and run.operators and not self._against.operators:
-            words = f"{run.against_behaviour} was recorded without --operators"
-            raise ConfigurationError(f"{words}: leave the option out, or record with it")
-        self.keep: Callable[[Results], None] = lambda results: None  # stores what is known so far
+        self._unfinished: report.Unfinished | None = None
 
     def begin(self) -> list[str]:
-        """Set the reports of an earlier run aside. Returns remarks."""
-        if not self._run.report or self._run.list_tests:
+        """Set the reports of an earlier run aside. Returns remarks. Raises ``ConfigurationError``."""
+        folder = self._run.output.report
+        if self._run.output.list_tests:
             return []
-        self.keep = report.Unfinished(self._run.report).keep
-        return report.set_aside(self._run.report, report.FILE, report.PAGE, report.UNFINISHED)
+        remarks = self._run.features.words(lambda feature: feature.begin())
+        if folder is None:
+            return remarks
+        self._unfinished = report.Unfinished(folder)
+        return [*report.set_aside(folder, report.FILE, report.UNFINISHED), *remarks]
+
+    def take(self, stage: Stage) -> None:
+        """Store what is known so far."""
+        if self._unfinished is not None and isinstance(stage, FileEnded):
+            self._unfinished.keep(stage.results)
 
     def write(self, results: Results, planned: RunPlan, rerun: Rerun) -> tuple[list[str], ExitStatus]:
-        """Write everything, and return remarks and the status that follows from them."""
+        """Write everything, and return the lines to print and the status that follows from them."""
         run = self._run
         last_failures.save(run.reports, planned.device_set.type, planned.files, results, results.remarks)
-        written = list(_write(run, results))
-        remarks = [*results.list_remarks(), *results.written_remarks()]
-        remarks += [*(f"unknown test: {words}" for words in results.unknown()), *results.remarks]
-        remarks += [words for words, _ in written]
-        if self._earlier is not None:
-            remarks += compare.lines(self._earlier, report.as_json(results))
-        status = ExitStatus.BROKEN if any(is_lost for _, is_lost in written) else ExitStatus.OK
-        if run.behaviour is not None:
-            try:
-                words, behaves = comparing.conclude(run, results, self._against, rerun, planned.jobs)
-            except OSError as error:
-                words, behaves = [f"the behaviour cannot be written: {error}"], ExitStatus.BROKEN
-            remarks += words
-            status = status or behaves
-        return remarks, status
+        lines = [*results.list_remarks(), *results.written_remarks()]
+        lines += [*(f"unknown test: {words}" for words in results.unknown()), *results.remarks]
+        status = ExitStatus.OK
+        for conclusion in (*_conclusions(run, results, rerun, planned), *_written(run, results)):
+            lines += conclusion.lines
+            status = status or conclusion.status or ExitStatus.OK
+        return lines, status
 
 
-def _write(run: RunTests, results: Results) -> Iterator[tuple[str, bool]]:
-    """Write the requested reports. Yields remarks, and whether each is about something that could not be written.
+def _conclusions(run: RunTests, results: Results, rerun: Rerun, planned: RunPlan) -> Iterator[Conclusion]:
+    """What the features say. What cannot be written keeps nothing else from being written."""
+    for name, feature in run.features.items():
+        try:
+            yield feature.conclude(results, rerun, planned.jobs)
+        except OSError as error:
+            yield Conclusion([f"what {name} writes cannot be written: {error}"], ExitStatus.BROKEN)
 
-    If something cannot be written, the rest is still written.
-    """
-    logs = "the logs" if run.logs_by_option else "the logs (because CI is set)"
+
+def _written(run: RunTests, results: Results) -> Iterator[Conclusion]:
+    """Write the requested reports, the report of the run last."""
+    logs = "the logs" if run.output.logs_by_option else "the logs (because CI is set)"
     short = installation.short_path
-    writers: list[tuple[str, Path | None, Callable[[Path], str | None]]] = [
-        (logs, run.reports if run.pipe_logs else None, lambda _: f"logs: {short(report.write_logs(results))}"),
-        ("the JUnit report", run.save_xml, lambda folder: junit.write(folder, results)),
-        ("the times", run.save_times, lambda folder: times.save(folder, *report.measured(results), os.environ)),
-        ("the map", run.save_map, lambda path: reaching.save(run, path, results)),
-        ("the report", run.report, lambda folder: report.write(folder, results)),
+    writers: list[tuple[str, Path | None, Callable[[Path], Sequence[str]]]] = [
+        (logs, run.reports if run.output.pipe_logs else None, lambda _: [f"logs: {short(report.write_logs(results))}"]),
+        ("the times", run.output.save_times, lambda folder: _save_times(folder, results)),
+        ("the report", run.output.report, lambda folder: report.write(folder, results)),
     ]
     for what, path, write in writers:
         try:
-            words = write(path) if path else None
+            yield Conclusion(write(path) if path else ())
         except OSError as error:
-            yield f"{what} cannot be written: {error}", True
-        else:
-            if words:
-                yield words, False
+            yield Conclusion([f"{what} cannot be written: {error}"], ExitStatus.BROKEN)
+
+
+def _save_times(folder: Path, results: Results) -> Sequence[str]:
+    times.save(folder, *report.measured(results), os.environ)
+    return ()

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch_fsdp_tests import installation, settings
 from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.installed_torch import fixes
 from torch_fsdp_tests.verdict import TestResult
 
 
@@ -18,37 +17,34 @@ def repeat_command(run: RunTests, file: str, facts: Mapping[str, Any], test: Tes
 
     A test whose world size is not that of the run has a fixed one.
     """
-    name, ranks = test and test.rerun_name, facts.get("ranks")
+    execution = run.execution
+    name, ranks = test.rerun_name if test else None, facts.get("ranks")
     words = installation.program_words()
-    if run.test_directory != run.default_directory:
-        words += ["--test-directory", installation.short_path(run.test_directory)]
+    if run.selection.test_directory != run.selection.default_directory:
+        words += ["--test-directory", installation.short_path(run.selection.test_directory)]
     inside = f"::{name.replace('.', '::')}" if name else ""
     words += ["-i", f"{file}{inside}"]
-    if name or run.shuffle:  # for a whole file the option would also shuffle, and this run did not shuffle
-        words += ["--seed", str(run.seed)]
-    lists = {"--disabled-tests": run.disabled, "--slow-tests": run.slow}
+    if name or execution.shuffle:  # for a whole file the option would also shuffle, and this run did not shuffle
+        words += ["--seed", str(execution.seed)]
+    lists = {"--disabled-tests": run.selection.disabled, "--slow-tests": run.selection.slow}
     options = {
-        "--device": run.device or facts.get("device"),
-        "--backend": run.backend or facts.get("backend"),
-        "--ranks": run.ranks or (ranks if test is None or test.facts.get("world_size", ranks) == ranks else None),
-        "--devices": None if run.devices is None else ",".join(run.devices),
+        "--device": execution.device or facts.get("device"),
+        "--backend": execution.backend or facts.get("backend"),
+        "--ranks": execution.ranks or (ranks if test is None or test.facts.get("world_size", ranks) == ranks else None),
+        "--devices": None if execution.devices is None else ",".join(execution.devices),
         **{option: path and installation.short_path(path) for option, path in lists.items()},
-        "--timeout": None if run.timeout is None else f"{run.timeout:g}",
-        "--strict-defects": run.strict_defects,
-        "--strict-names": run.strict_names,
-        "--check-streams": run.check_streams,
+        "--timeout": None if execution.timeout is None else f"{execution.timeout:g}",
+        "--strict-defects": execution.strict_defects,
+        "--strict-names": execution.strict_names,
     }
     for option, value in options.items():
         if value is not None and value is not False:
             words += [option] if value is True else [option, str(value)]
-    if run.compare_behaviour and run.reaching:
-        words += ["--compare-behaviour", "--reaching", *run.reaching]
-    if run.fixes:
-        words += ["--with-fixes", *([] if fixes.are_all(run.fixes) else run.fixes)]
-    for path in run.known_failures:
+    words += run.features.words(lambda feature: feature.repeating(name or None))
+    for path in run.selection.known_failures:
         words += ["--known-failures", installation.short_path(path)]
-    if run.arguments:
-        words += ["--", *run.arguments]
+    if execution.arguments:
+        words += ["--", *execution.arguments]
     names = [variable.name for variable in settings.VARIABLES if variable.is_repeated]
     set_ones = [f"{name}={shlex.quote(value)}" for name in names if (value := os.environ.get(name))]
     return " ".join([*set_ones, shlex.join(words)])

@@ -1,4 +1,4 @@
-"""``report.json``, the data of a run, as ``data/report.schema.json`` describes it. ``html_report`` shows it."""
+"""``report.json``, the data of a run, as ``data/report.schema.json`` describes it. Extensions add to it and show it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ import json
 import platform
 import shlex
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests import __version__, installation
-from torch_fsdp_tests.dispatch import atomic, devices, features, html_report
+from torch_fsdp_tests import __version__, extension, installation
+from torch_fsdp_tests.dispatch import atomic, devices, features
 from torch_fsdp_tests.dispatch.file_result import Attempt, FileResult
 from torch_fsdp_tests.dispatch.repeat import repeat_command
-from torch_fsdp_tests.dispatch.rounds import RANK_TIMES
 from torch_fsdp_tests.dispatch.run_results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.times import Needs
+from torch_fsdp_tests.extension import Extension
 from torch_fsdp_tests.verdict import State, TestResult, skip_rows
 
 VERSION = 8
-FILE, PAGE = "report.json", "report.html"
+FILE = "report.json"
+RANK_TIMES = ("rank_seconds", "rank_cpu")  # facts of a test: a number for each rank
 UNFINISHED = "report.unfinished.json"  # exists during the run, and remains if the run is killed
 PREVIOUS = "previous"  # names the files of the run before, as in report.previous.json
 PAUSE_FACTOR = 20  # the pause until the next one, as a multiple of the seconds that writing one took
@@ -32,7 +34,7 @@ PAUSE_FACTOR = 20  # the pause until the next one, as a multiple of the seconds 
 def as_json(results: Results) -> dict[str, Any]:
     facts, run, counts = results.facts(), results.run, results.counts()
     files = [_file(results, file) for file in sorted(results.files, key=lambda file: file.job.key)]
-    return {
+    data = {
         "version": VERSION,
         "suite": {"version": __version__, "commit": installation.commit()},
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -49,12 +51,10 @@ def as_json(results: Results) -> dict[str, Any]:
         "device_count": facts.get("device_count"),
         "capabilities": facts.get("capabilities"),
         "cores": devices.cores(),
-        "fixes": list(run.fixes),
-        "seed": run.seed,
-        "shard": run.shard,
-        "num_shards": run.num_shards,
+        "seed": run.execution.seed,
+        "shard": run.selection.shard,
+        "num_shards": run.selection.num_shards,
         "seconds": round(results.seconds, 3),
-        "rounds": None if results.rounds is None else results.rounds.to_json(run),
         "slots": list(results.slots),
         "hosts": results.hosts.to_json(),
         "lost": results.lost,
@@ -70,17 +70,31 @@ def as_json(results: Results) -> dict[str, Any]:
         "features": features.summary(files),
         "skips": skip_rows(test for file in files for test in file["tests"]),
         "list_remarks": results.list_remarks(),
+        **_of_extensions(lambda each: each.in_report),
         "files": files,
     }
+    for feature in run.features.values():
+        feature.add_to_report(data, results)
+    return data
+
+
+def _of_extensions(ask: Callable[[Extension], Mapping[str, Any]]) -> dict[str, Any]:
+    """What the report has of extensions that do not work in this run."""
+    return {name: value for each in extension.found().values() for name, value in ask(each).items()}
 
 
 def _selection(run: RunTests) -> str:
     """The options that selected the tests, as they were given. Empty if all tests were selected."""
-    lists = {"-i": run.include, "-x": run.exclude, "-k": run.patterns, "--reaching": run.reaching}
+    selection = run.selection
+    lists = {"-i": selection.include, "-x": selection.exclude, "-k": selection.patterns}
     words = [word for option, values in lists.items() for value in values for word in (option, value)]
-    flags = {"--distributed-tests": run.distributed_only, "--exclude-distributed-tests": run.without_distributed}
-    flags |= {"--failed": run.failed_only, "--changed": run.changed}
-    return shlex.join([*words, *(flag for flag, is_set in flags.items() if is_set)])
+    flags = {
+        "--distributed-tests": run.selection.distributed_only,
+        "--exclude-distributed-tests": run.selection.without_distributed,
+    }
+    flags |= {"--failed": run.selection.failed_only}
+    words += [flag for flag, is_set in flags.items() if is_set]
+    return shlex.join([*words, *run.features.words(lambda feature: feature.selecting())])
 
 
 def _file(results: Results, file: FileResult) -> dict[str, Any]:
@@ -110,9 +124,6 @@ def _attempt(attempt: Attempt, with_output: bool) -> dict[str, Any]:
 
 
 def _test(results: Results, file: FileResult, test: TestResult, flaky: bool) -> dict[str, Any]:
-    record = None if results.rounds is None else results.rounds.record(file, test.name)
-    rounds = None if record is None else record.to_json()
-    rank_times = test.facts if record is None else record.rank_times()
     facts, part = file.attempts[-1].facts, file.job.part.name
     return {
         "test": test.name,
@@ -120,12 +131,12 @@ def _test(results: Results, file: FileResult, test: TestResult, flaky: bool) -> 
         **test.skips_to_json(),
         "phase": test.phase,
         "flaky": flaky,
-        "seconds": test.seconds if rounds is None else rounds["seconds"].get("median", test.seconds),
-        "rounds": rounds,
+        "seconds": test.seconds,
+        **_of_extensions(lambda each: each.in_report_of_test),
         "subtests": test.executed_subtests,
         "requirements_not_met": test.requirements_not_met,
         "world_size": test.facts.get("world_size"),
-        **{name: rank_times.get(name) or None for name in RANK_TIMES},
+        **{name: test.facts.get(name) or None for name in RANK_TIMES},
         "text": test.text,
         "ranks": [rank.to_json() for rank in test.ranks],
         "notes": list(test.notes),
@@ -141,7 +152,9 @@ def measured(results: Results) -> tuple[dict[str, float], dict[str, dict[str, fl
     needs: dict[str, Needs] = {}
     for file in results.files:
         part = file.job.part
-        complete = part.test.is_whole and part.num_shards == 1 and not results.run.patterns and not file.is_bad
+        complete = (
+            part.test.is_whole and part.num_shards == 1 and not results.run.selection.patterns and not file.is_bad
+        )
         if not complete or file.was_stopped:
             continue
         files[part.name] = round(file.attempts[0].seconds, 3)
@@ -156,14 +169,15 @@ def measured(results: Results) -> tuple[dict[str, float], dict[str, dict[str, fl
     return files, classes, needs
 
 
-def write(folder: Path, results: Results) -> str:
-    """Write both reports into the folder, and say where they are. Raises ``OSError``."""
+def write(folder: Path, results: Results) -> list[str]:
+    """Write the report into the folder, let extensions show it, and say where it is. Raises ``OSError``."""
     data = as_json(results)
-    others = set_aside(folder, FILE, PAGE)  # of a run at the same time
+    others = set_aside(folder, FILE)  # of a run at the same time
     atomic.write_text(folder / FILE, json.dumps(data, indent=1, default=str) + "\n")
-    atomic.write_text(folder / PAGE, html_report.render(data))
+    lines = ["; ".join([f"report: {installation.short_path(folder / FILE)}", *others])]
+    lines += results.run.features.words(lambda feature: feature.reported(folder, data))
     (folder / UNFINISHED).unlink(missing_ok=True)
-    return "; ".join([f"report: {installation.short_path(folder / PAGE)}", *others])
+    return lines
 
 
 def set_aside(folder: Path, *names: str) -> list[str]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from torch_fsdp_tests import installation, settings
+from torch_fsdp_tests import extension, installation, settings
 from torch_fsdp_tests.dispatch import keywords
 from torch_fsdp_tests.dispatch.expectations import Entry, Situation
 from torch_fsdp_tests.dispatch.plan import ShardedTest, positions_of
@@ -35,32 +35,69 @@ RANK_PROCESS = "--rank-process"
 
 @dataclasses.dataclass(frozen=True)
 class Orders:
-    """The dispatcher's orders for one process."""
+    """The dispatcher's orders for one process: what it reads of the run, and its part of the file."""
 
     dispatcher: int  # the dispatcher's process id
-    run: RunTests
     part: ShardedTest
+    test_directory: Path
+    arguments: tuple[str, ...] = ()  # for the file
     only: tuple[str, ...] | None = None  # full names, for a rerun
     entries: tuple[Entry, ...] = ()  # from the disabled, slow and known-failure lists
     device: str | None = None  # type of the device under test, as far as the dispatcher knows
+    patterns: tuple[str, ...] = ()  # -k
+    shuffle_by: int | None = None  # the seed, if the tests are shuffled
+    is_own: bool = False  # whether it is a test of the suite
+    failed_only: bool = False
+    list_only: bool = False
+    fail_fast: bool = False
+    show_locals: bool = False
+    run_slow: bool = False
+    skip_fast: bool = False
+    rerun_disabled: bool = False
+
+    @classmethod
+    def of(
+        cls, run: RunTests, part: ShardedTest, only: tuple[str, ...] | None, entries: tuple[Entry, ...], device: str
+    ) -> Orders:
+        """The orders of this process for a part of a file."""
+        selection, execution = run.selection, run.execution
+        return cls(
+            os.getpid(),
+            part,
+            selection.test_directory,
+            execution.arguments,
+            only,
+            entries,
+            device,
+            patterns=selection.patterns,
+            shuffle_by=execution.seed if execution.shuffle else None,
+            is_own=selection.is_own,
+            failed_only=selection.failed_only,
+            list_only=run.output.list_tests,
+            fail_fast=execution.fail_fast,
+            show_locals=execution.show_locals,
+            run_slow=selection.run_slow,
+            skip_fast=selection.skip_fast,
+            rerun_disabled=selection.rerun_disabled,
+        )
 
 
 def select_tests(names: Sequence[str], orders: Orders) -> tuple[list[int], list[str], int]:
     """Return the positions of the tests to run, in order, remarks on names that select nothing, and the number of
     selected tests before the file was cut into parts.
     """
-    run, part = orders.run, orders.part
+    part = orders.part
     chosen = part.test.selected(names)
     remarks: list[str] = []
     for pattern in sorted(part.test.included.difference(part.test.order)):
-        if not run.failed_only and not positions_of(pattern, names):
+        if not orders.failed_only and not positions_of(pattern, names):
             import difflib  # imported late, because few runs have unknown names
 
             near = difflib.get_close_matches(pattern, [*names, *{name.split(".")[0] for name in names}], n=3)
             nearest = f"; nearest: {', '.join(near)}" if near else ""
             remarks.append(f"{pattern!r} is not a test of this file{nearest}")
-    if run.patterns:
-        expressions = [keywords.parse(pattern) for pattern in run.patterns]
+    if orders.patterns:
+        expressions = [keywords.parse(pattern) for pattern in orders.patterns]
         chosen = {index for index in chosen if any(holds(names[index]) for holds in expressions)}
     selected = len(chosen)
     if part.num_shards > 1 and not part.test.order:
@@ -69,8 +106,8 @@ def select_tests(names: Sequence[str], orders: Orders) -> tuple[list[int], list[
     if orders.only is not None:
         chosen = {index for index in chosen if names[index] in orders.only}
     picked = sorted(chosen)
-    if run.shuffle:
-        picked.sort(key=lambda index: _shuffled(names[index], run.seed))
+    if (seed := orders.shuffle_by) is not None:
+        picked.sort(key=lambda index: _shuffled(names[index], seed))
     elif part.test.order:
         places = {name: place for place, name in enumerate(part.test.order)}
         picked.sort(key=lambda index: places.get(names[index], len(places)))
@@ -99,22 +136,22 @@ class Run:
         events.need(max(map(events.declared_ranks, tests), default=0))
         picked, remarks, selected = select_tests(names, self.orders)
         verdicts = self._apply_lists(tests, names, picked)
-        if self.orders.run.rerun_disabled:
+        if self.orders.rerun_disabled:
             picked = [index for index in picked if names[index] in verdicts["disabled"]]
         for index in picked:
             reason = verdicts["skip"].get(names[index])
-            if reason is not None and not self.orders.run.rerun_disabled:
+            if reason is not None and not self.orders.rerun_disabled:
                 # Skip before its fixtures run, as the decorator would.
                 setattr(tests[index], tests[index]._testMethodName, unittest.skip(reason)(lambda: None))
         by_class: dict[str, list[str]] = {}
         for index in picked:
             by_class.setdefault(type(tests[index]).__qualname__, []).append(names[index])
         events.Reporting.announced = by_class
-        if self.orders.run.is_own:
-            folders = {self.orders.run.test_directory, Path(sys.argv[0]).parent}
+        if self.orders.is_own:
+            folders = {self.orders.test_directory, Path(sys.argv[0]).parent}
             paths = lambda: set[str]().union(*(leaks.paths_below(folder, depth=1) for folder in folders))  # noqa: E731
             events.Reporting.entries = staticmethod(paths)
-        events.Reporting.fail_fast = self.orders.run.fail_fast
+        events.Reporting.fail_fast = self.orders.fail_fast
         events.Reporting.forgiven = verdicts["known"].keys()
         if gone := {pattern for pattern in self.orders.part.test.order if not positions_of(pattern, names)}:
             events.note(f"selected, but there is no such test here: {', '.join(sorted(gone))}")
@@ -151,10 +188,10 @@ class Run:
                     verdicts["skip"][names[index]] = Reason(f"disabled: {entry.words}", SkipKind.LIST)
                 else:
                     fast.discard(index)
-                    if not self.orders.run.run_slow:
+                    if not self.orders.run_slow:
                         words = f"slow: {entry.words}; PYTORCH_TEST_WITH_SLOW=1 runs it"
                         verdicts["skip"][names[index]] = Reason(words, SkipKind.SLOW)
-        if self.orders.run.skip_fast:
+        if self.orders.skip_fast:
             reason = Reason("fast: PYTORCH_TEST_SKIP_FAST=1 runs only slow tests", SkipKind.SLOW)
             verdicts["skip"] = {names[index]: reason for index in fast} | verdicts["skip"]
         return verdicts
@@ -178,13 +215,13 @@ def install(orders: Orders) -> Run:
 
     def run_suite(self: Any, suite: Any) -> Any:
         suite = run.prepare(suite)
-        listed = suite.countTestCases() if orders.run.list_tests else 0
-        if orders.run.list_tests:
+        listed = suite.countTestCases() if orders.list_only else 0
+        if orders.list_only:
             suite = unittest.TestSuite()
         if not issubclass(self.resultclass, events.Reporting):
             self.resultclass = type("EventResult", (events.Reporting, self.resultclass), {})
         self.verbosity = 2  # the output is shown if something failed, and then names help
-        self.tb_locals = self.tb_locals or orders.run.show_locals
+        self.tb_locals = self.tb_locals or orders.show_locals
         result = original(self, suite)
         # A program exits with an error if nothing ran, but a listing is meant to run nothing.
         result.testsRun += listed
@@ -213,12 +250,10 @@ def main(argv: Sequence[str]) -> None:
     faulthandler.enable()
     # On SIGTERM write the stacks, and then die of the signal.
     faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
-    if orders.run.save_map is not None:
-        from torch_fsdp_tests.dispatch import reaching
-
-        reaching.record(orders.run, orders.part.name)
+    for each in extension.in_tests(os.environ):
+        each.start(orders.part.name)
     run = install(orders)
-    _become(file, arguments[arguments[:1] == ["--"] :], orders.run.test_directory)
+    _become(file, arguments[arguments[:1] == ["--"] :], orders.test_directory)
     try:
         runpy.run_path(file, run_name="__main__")
     except SystemExit as left:

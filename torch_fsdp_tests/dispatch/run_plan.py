@@ -14,8 +14,9 @@ from torch_fsdp_tests.dispatch import listing, options, plan, times
 from torch_fsdp_tests.dispatch.devices import DeviceSet
 from torch_fsdp_tests.dispatch.discover import source_of
 from torch_fsdp_tests.dispatch.expectations import Entry
-from torch_fsdp_tests.dispatch.plan import Job, TestRun
+from torch_fsdp_tests.dispatch.plan import Job
 from torch_fsdp_tests.dispatch.runtests import RunTests
+from torch_fsdp_tests.dispatch.select import Narrowed
 from torch_fsdp_tests.dispatch.syntax import tests_by_class
 
 
@@ -37,29 +38,30 @@ def make(
     run: RunTests,
     world_size: int | None,
     files: Mapping[str, Path],
-    selection: list[TestRun],
+    narrowed: Narrowed,
     device_set: DeviceSet,
     entries: Sequence[Entry],
 ) -> RunPlan:
     """Plan a run on this machine, or of a launch with this ``world_size``."""
-    known = times.load(run.test_times, os.environ)
-    ranks = run.ranks or world_size or settings.USUAL_RANKS
-    jobs_at_a_time = run.jobs or options.default_jobs(ranks) if world_size is None else 1
+    selection = narrowed.tests
+    known = times.load(run.execution.test_times, os.environ)
+    ranks = run.execution.ranks or world_size or settings.USUAL_RANKS
+    jobs_at_a_time = run.execution.jobs or options.default_jobs(ranks) if world_size is None else 1
     slots = device_set.names or [f"slot {n + 1}" for n in range(jobs_at_a_time)]
     needs = {test.file: known.needs.get(test.file, times.Needs(ranks, ranks)) for test in selection}
     lent = {name: len(slots) if device_set.is_lent_whole else need.devices for name, need in needs.items()}
-    cut = [test.file for test in selection if not test.is_whole and not run.by_reach]
+    cut = [test.file for test in selection if not test.is_whole and not narrowed.in_order]
     shards = plan.calculate_shards(
-        run.num_shards,
+        run.selection.num_shards,
         selection,
         known.files,
         known.classes,
-        threshold=math.inf if run.by_reach or run.completes_map else plan.SPLIT_THRESHOLD,
+        threshold=plan.SPLIT_THRESHOLD if narrowed.may_be_cut else math.inf,
         weights={name: min(need, len(slots)) for name, need in lent.items()} if device_set.lendable else {},
         names={name: tests_by_class(source_of(files[name])) or {} for name in cut},
     )
-    parts = shards[run.shard - 1][1]
-    if run.by_reach:  # the order of the selection matters more than full use of the slots
+    parts = shards[run.selection.shard - 1][1]
+    if narrowed.in_order:  # the order of the selection matters more than full use of the slots
         jobs = plan.make_jobs(plan.in_order(parts, selection), lent, device_set.lendable)
     else:
         jobs = plan.order(plan.make_jobs(parts, lent, device_set.lendable), len(slots), plan.assumed(parts))
@@ -70,6 +72,6 @@ def shown(run: RunTests, planned: RunPlan) -> str:
     """The plan as text or as JSON, as the options ask."""
     placed = plan.simulate(planned.jobs, len(planned.slots), plan.assumed(job.part for job in planned.jobs))
     total = plan.makespan(placed)
-    if run.as_json:
+    if run.output.as_json:
         return json.dumps(listing.plan_json(run, planned.jobs, total))
     return listing.plan_text(planned.jobs, total)

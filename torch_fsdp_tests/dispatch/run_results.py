@@ -13,7 +13,6 @@ from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.expectations import Entry
 from torch_fsdp_tests.dispatch.file_result import FileResult
 from torch_fsdp_tests.dispatch.hosts import Hosts
-from torch_fsdp_tests.dispatch.rounds import Rounds
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.verdict import Scope, State, TestResult, tally
 
@@ -34,22 +33,12 @@ class Results:
     hosts: Hosts = dataclasses.field(default_factory=Hosts)  # of a launch
     lost: str | None = None  # a description of the first process of the launch that is gone
     written: Sequence[str] = ()  # what the run left in the folder of the suite's tests
-    rounds: Rounds | None = None  # if there can be several; then each file is the sum of its rounds
 
-    def take(self, file: FileResult) -> bool:
-        """Add the result of a file. Returns False for a failure that an earlier round had."""
+    def take(self, file: FileResult) -> None:
+        """Add the result of a file."""
         for test in file.tests():
             self.hosts.take(test)
-        if self.rounds is None:
-            self.files.append(file)
-            return True
-        is_new = self.rounds.take(file)
-        self.files = self.rounds.files
-        return is_new or not file.is_bad
-
-    def is_over(self) -> bool:
-        """Whether no other round should begin."""
-        return self.is_ended() or (bool(self.failed) and not self.run.keep_going)
+        self.files.append(file)
 
     def is_ended(self) -> bool:
         """Whether nothing more can be run, or nothing was."""
@@ -114,9 +103,13 @@ class Results:
 
     def unmatched(self) -> str | None:
         """The remark that no test fits any ``-k``, or None."""
-        if not self.run.patterns or not self.files or any(file.tests() or file.was_stopped for file in self.files):
+        if (
+            not self.run.selection.patterns
+            or not self.files
+            or any(file.tests() or file.was_stopped for file in self.files)
+        ):
             return None
-        given = " or ".join(f"-k {shlex.quote(pattern)}" for pattern in self.run.patterns)
+        given = " or ".join(f"-k {shlex.quote(pattern)}" for pattern in self.run.selection.patterns)
         return f"no test matches {given}: {keywords.COMPARED}; --list --tests shows them"
 
     def flaky(self) -> list[str]:
@@ -124,7 +117,7 @@ class Results:
 
     def is_left_empty(self) -> bool:
         """Whether this shard got only parts of long files, and too few tests were selected to fill them."""
-        return self.run.num_shards > 1 and all(not f.tests() and f.announced.selected for f in self.files)
+        return self.run.selection.num_shards > 1 and all(not f.tests() and f.announced.selected for f in self.files)
 
     def facts(self) -> dict[str, Any]:
         """The facts about torch and the device: from the first file that reports each, or else as expected."""
@@ -141,12 +134,14 @@ class Results:
             if test.outcome is State.PASSED and entry is not None:
                 why = self.entries[entry].words
                 remarks.append(f"{file.name}::{test.name} passes, but is listed as failing: {why}")
-            elif test.outcome is State.PASSED and self.run.rerun_disabled:
+            elif test.outcome is State.PASSED and self.run.selection.rerun_disabled:
                 remarks.append(f"{file.name}::{test.name} is listed as disabled and passes")
         # An entry is stale only if this run knows the tests of all files that it may name.
         silent = {f.job.part.name for f in self.files if all(a.announced.matched is None for a in f.attempts)}
         ran = {file.job.part.name for file in self.files} - silent
-        complete = not (self.run.is_narrowed_by_file or silent or self.not_started)
+        complete = not (
+            self.run.selection.is_narrowed_by_file or self.run.features.narrow or silent or self.not_started
+        )
         foreign = []
         for index, listed in enumerate(self.entries):
             its_file = listed.test.partition("::")[0].removesuffix(".py")
@@ -176,7 +171,7 @@ class Results:
             return ExitStatus.BROKEN
         if self.signal is not None:
             return ExitStatus(128 + self.signal)  # as shells number it
-        if self.failed or (self.run.fail_on_flaky and self.flaky()):
+        if self.failed or (self.run.execution.fail_on_flaky and self.flaky()):
             return ExitStatus.HOST if self.hosts.has_suspect() else ExitStatus.FAILED
         if self.written:
             return ExitStatus.FAILED
@@ -184,4 +179,4 @@ class Results:
             return ExitStatus.USAGE_ERROR
         if not self.executed:
             return ExitStatus.OK if self.is_left_empty() else ExitStatus.NOTHING_RAN
-        return ExitStatus.FAILED if self.executed < self.run.minimum_executed else ExitStatus.OK
+        return ExitStatus.FAILED if self.executed < self.run.execution.minimum_executed else ExitStatus.OK

@@ -9,26 +9,24 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from torch_fsdp_tests import installation, settings
-from torch_fsdp_tests.dispatch import coverage, devices, file_process, forkserver, plan
-from torch_fsdp_tests.dispatch.console import Console
+from torch_fsdp_tests.dispatch import devices, file_process, forkserver, plan, stages
+from torch_fsdp_tests.dispatch.console import REFRESH, Console
 from torch_fsdp_tests.dispatch.devices import CPU, DeviceSet
 from torch_fsdp_tests.dispatch.file_process import TestProcess
 from torch_fsdp_tests.dispatch.file_result import Attempt, EndKind, FileResult, ProcessEnd
 from torch_fsdp_tests.dispatch.other_ranks import OtherRanks
 from torch_fsdp_tests.dispatch.plan import Job
-from torch_fsdp_tests.dispatch.rounds import Rounds, numbers
 from torch_fsdp_tests.dispatch.run_file import Orders
 from torch_fsdp_tests.dispatch.run_plan import RunPlan
 from torch_fsdp_tests.dispatch.run_results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.installed_torch import fixes
+from torch_fsdp_tests.dispatch.stages import Tell
+from torch_fsdp_tests.extension import Features
 from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.processes.children import Children
-from torch_fsdp_tests.settings import BACKEND_VARIABLE, DEVICE_VARIABLE, RANKS_VARIABLE
 from torch_fsdp_tests.verdict import Scope, State, events, plural
 from torch_fsdp_tests.verdict.stream import TestResult
 
@@ -44,9 +42,9 @@ assert SLOW_FACTOR < LIMIT_FACTOR
 
 def limit_of(run: RunTests, part: plan.ShardedTest) -> float:
     """Seconds that a job may take."""
-    if run.timeout is not None:
-        return run.timeout
-    if run.no_limit:
+    if run.execution.timeout is not None:
+        return run.execution.timeout
+    if run.execution.no_limit:
         return NO_LIMIT
     return UNKNOWN_LIMIT if part.time is None else max(MIN_LIMIT, LIMIT_FACTOR * part.time)
 
@@ -60,135 +58,86 @@ class _Waiting:
     only: tuple[str, ...] | None = None
 
 
-def _requested_settings(run: RunTests) -> dict[str, str]:
-    """The environment variables by which the options reach a test file."""
-    requested = {
-        settings.SEED_VARIABLE: str(run.seed),
-        DEVICE_VARIABLE: run.device,
-        BACKEND_VARIABLE: run.backend,
-        settings.STRICT_DEFECTS_VARIABLE: "1" if run.strict_defects else None,
-        settings.STRICT_NAMES_VARIABLE: "1" if run.strict_names else None,
-        settings.CHECK_STREAMS_VARIABLE: "1" if run.check_streams else None,
-        settings.BEHAVIOUR_VARIABLE: None if run.behaviour is None else str(run.behaviour),
-        settings.OPERATORS_VARIABLE: "1" if run.operators else None,
-        RANKS_VARIABLE: None if run.ranks is None else str(run.ranks),
-    }
-    if run.behaviour is not None:  # the order of a set is no behaviour, and differs in each interpreter
-        requested["PYTHONHASHSEED"] = os.environ.get("PYTHONHASHSEED", "0")
-    stated = {name: value for name, value in requested.items() if value is not None}
-    variables = {**installation.on_path(os.environ), **stated}
-    if not (run.fixes or run.sources):
-        return variables
-    return {**variables, **fixes.environment(run.fixes, {**os.environ, **variables}, run.sources)}
-
-
-def start_forks(run: RunTests, device_set: DeviceSet, children: Children) -> None:
-    """Start the fork server of test files that import torch, if its forks equal fresh interpreters."""
-    same_environment = device_set.lendable is None and not run.coverage
+def start_forks(run: RunTests, device_set: DeviceSet, children: Children, is_fresh: bool = False) -> None:
+    """Start the fork server of test files that import torch, unless each has to be a fresh interpreter."""
+    same_environment = device_set.lendable is None and not is_fresh
     if same_environment and not children.has_server and children.adopts and system.can_fork():
-        environment = {**os.environ, **_requested_settings(run)}
-        children.start_server(["-m", forkserver.__name__], environment, run.test_directory)
+        environment = {**os.environ, **run.variables(os.environ)}
+        children.start_server(["-m", forkserver.__name__], environment, run.selection.test_directory)
 
 
 def will_fork(run: RunTests, device_set: DeviceSet) -> bool:
     """Whether it is certain that files will use the fork server: the project's own tests import torch."""
-    return run.is_own and devices.under_test(device_set, run, 0)["device"] == CPU
+    return run.selection.is_own and devices.under_test(device_set, run, 0)["device"] == CPU
 
 
 class Runner:
     """Runs jobs on slots until all are done, one fails without ``--keep-going``, or a signal stops it.
 
-    :meth:`run` may be called again for another round.
+    :meth:`run` may be called again, and then runs all jobs once more.
     """
 
-    def __init__(
-        self,
-        run: RunTests,
-        planned: RunPlan,
-        console: Console,
-        others: OtherRanks,
-        children: Children,
-        keep: Callable[[Results], None] = lambda results: None,
-    ) -> None:
-        """``keep`` is called with the results whenever a file has ended."""
-        self._keep, self._planned = keep, planned
+    def __init__(self, run: RunTests, planned: RunPlan, tell: Tell, others: OtherRanks, children: Children) -> None:
+        self._planned, self._tell = planned, tell
         self._others, self._children = others, children
         self._ended: list[tuple[int, int]] = []  # processes that have ended here, and their statuses
-        self._run, self._console, self._devices = run, console, planned.device_set
+        self._run, self._devices = run, planned.device_set
         self._slots = len(planned.slots)
         self._free = list(range(self._slots))  # the numbers of the slots that are not lent
         self._default = plan.assumed(job.part for job in planned.jobs)
         self._queue: list[_Waiting] = []
         self._running: dict[int, tuple[TestProcess, _Waiting]] = {}
-        self._requested_settings = _requested_settings(run)
-        self._environment = {**os.environ, **self._requested_settings}
-        self.results = Results(run, planned.entries, under_test=console.under_test, slots=planned.slots)
-        self.results.hosts = others.hosts()
-        self.results.rounds = Rounds() if run.is_repeated else None
+        self._requested = run.variables(os.environ)
+        self._environment = {**os.environ, **self._requested}
+        directories = children.directory, run.selection.test_directory
+        self._interpreter = run.features.words(lambda feature: feature.interpreter(*directories))
         others.watch(children)
         self._stopping = False
-        self._measure: tuple[str, ...] = ()
+        self._runs = 0
         self._probed: dict[int, Any] = {}  # what a file found out about its devices, by the number of lent devices
         self._epoch = time.monotonic()
         self._refreshed_at = 0.0
+        self.results = self._no_results()
+
+    def _no_results(self) -> Results:
+        planned = self._planned
+        under_test = devices.under_test(planned.device_set, self._run, planned.ranks)
+        results = Results(self._run, planned.entries, under_test=under_test, slots=planned.slots)
+        results.hosts = self._others.hosts()
+        return results
 
     def run(self) -> Results:
-        """Run all jobs once. The results have everything that finished, no matter how the run ended."""
+        """Run all jobs. The results have everything that finished, no matter how the run ended."""
+        self._runs += 1
+        self.results = self._no_results()
         self._queue = [_Waiting(job) for job in self._planned.jobs]
-        self._console.begin()
-        if self._run.coverage:
-            self._measure = coverage.begin(self._children.directory, self._run.test_directory)
-        if self._run.save_map is not None:
-            from torch_fsdp_tests.dispatch import reaching  # imported late, because few runs need it
-
-            reaching.records(self._run).write_bytes(b"")
+        self._tell(stages.Began())
         try:
             self._prepare_forks()
             while self._running or (self._queue and not self._stopping):
                 self._start_what_fits()
                 self._wait()
-            if self._run.coverage:
-                self.results.remarks.append(coverage.end(self._children.directory, self._run.reports))
+            self._handle_signals()  # one may have come after the last file
         finally:
             self._children.end_all()
             self.results.remarks += [each for each in self._children.remarks if each not in self.results.remarks]
             for waiting in self._queue:  # the run ended between two attempts
                 if waiting.attempts:
                     self._take_result(FileResult(waiting.attempts))
-            rounds = self.results.rounds
-            left = [w.job for w in self._queue if not w.attempts and not (rounds and rounds.has(w.job.key))]
+            left = [waiting.job for waiting in self._queue if not waiting.attempts]
             self.results.not_started = list(dict.fromkeys(job.part.name for job in left))
             self.results.seconds = self._now()
         return self.results
 
-    def run_without(self, run: RunTests, jobs: Sequence[Job]) -> Results:
-        """Run some jobs again, with the options of ``run``, which has no change of torch."""
-        self._children.end_server()  # it has imported torch with the change
+    def run_with(self, jobs: Sequence[Job], features: Features, why: str) -> Results:
+        """Run some jobs again, with other features, and say why."""
+        self._children.end_server()  # it may have imported another torch
+        output = dataclasses.replace(self._run.output, report=None)
+        run = dataclasses.replace(self._run, features=features, output=output)
         planned = dataclasses.replace(self._planned, jobs=jobs)
         console = Console(run, planned)
-        console.say(f"\nwithout the change: {plural(len(jobs), 'job')}")
-        return Runner(run, planned, console, self._others, self._children).run()
-
-    def run_rounds(self) -> Results:
-        """Run all jobs once, or in rounds where the options ask for them."""
-        rounds = self.results.rounds
-        if rounds is None:
-            return self.run()
-        run = self._run
-        for number in numbers(run.repeat, run.duration, self._is_over):
-            rounds.number = number
-            began = self._now()
-            self._console.begin_round(number)
-            self.run()
-            is_complete = not self._queue and self.results.signal is None and self.results.lost is None
-            rounds.complete += is_complete
-            self._console.round_done(self._now() - began, self._now(), is_complete)
-        return self.results
-
-    def _is_over(self) -> bool:
-        """Whether no other round begins. A signal may have come after the last file of a round."""
-        self._handle_signals()
-        return self.results.is_over()
+        console.say(f"\n{why}: {plural(len(jobs), 'job')}")
+        return Runner(run, planned, console.take, self._others, self._children).run()
 
     def _now(self) -> float:
         return time.monotonic() - self._epoch
@@ -209,15 +158,15 @@ class Runner:
         job, run = waiting.job, self._run
         part = job.part
         lent, self._free = tuple(self._free[: job.slots]), self._free[job.slots :]
-        orders = Orders(os.getpid(), run, part, waiting.only, self._planned.entries, self._devices.type)
-        elsewhere = self._others.begin(run, part.name, self._requested_settings)
+        orders = Orders.of(run, part, waiting.only, self._planned.entries, self._devices.type)
+        elsewhere = self._others.begin(run, part.name, self._requested)
         environment = {**self._environment, **self._devices.environment(lent), **elsewhere}
         if len(lent) in self._probed:
             environment[events.PROBED_VARIABLE] = json.dumps(self._probed[len(lent)])
         now = self._now()
         try:
             started = TestProcess(job, lent, now, limit_of(run, part), self._children)
-            started.start(orders, environment, self._measure)
+            started.start(orders, environment, self._interpreter)
         except (OSError, subprocess.SubprocessError) as error:
             self._free = sorted([*self._free, *lent])
             self._finish(waiting, file_process.not_started(job, str(error), now))
@@ -242,7 +191,7 @@ class Runner:
         if others.lost is not None and self.results.lost is None:
             self.results.lost = others.lost
             self.results.hosts.lose(others.lost_host)
-            self._console.say(others.lost)
+            self._tell(stages.Said(others.lost))
             self._stopping = True
             self._stop_all(ProcessEnd(EndKind.LOST, others.lost_process))
 
@@ -255,7 +204,7 @@ class Runner:
         if not self._running:
             return
         due = min(self._slow_at(running) for running, _ in self._running.values())
-        due = min(due, self._now() + self._console.refresh) + self._epoch
+        due = min(due, self._now() + REFRESH) + self._epoch
         ended = [(child.pid, status) for child, status in self._children.wait(min(due, self._others.due()))]
         self._handle_loss()  # before the signal that a launcher sends because of it
         self._handle_signals()
@@ -268,10 +217,11 @@ class Runner:
             self._learn(running)
             if now >= self._slow_at(running):
                 running.reported_slow_at = now
-                self._console.slow(running, now)
-        if self._running and now >= self._refreshed_at + self._console.refresh:
+                self._tell(stages.FileIsSlow(running, now))
+        if self._running and now >= self._refreshed_at + REFRESH:
             self._refreshed_at = now
-            self._console.progress([p for p, _ in self._running.values()], now, self._time_left(now))
+            processes = [process for process, _ in self._running.values()]
+            self._tell(stages.Progress(processes, now, self._time_left(now)))
 
     def _slow_at(self, running: TestProcess) -> float:
         """When to report a running file as slow: when it is late, and then again from time to time."""
@@ -301,7 +251,8 @@ class Runner:
                 for running, _ in self._running.values():  # this is the second request
                     running.child.kill()
             self.results.signal = self.results.signal or number
-            self._console.say(f"{signal.Signals(number).name}: stopping {plural(len(self._running), 'running file')}")
+            name = signal.Signals(number).name
+            self._tell(stages.Said(f"{name}: stopping {plural(len(self._running), 'running file')}"))
             self._stopping = True
             self._stop_all(ProcessEnd(EndKind.STOPPED))
 
@@ -313,7 +264,7 @@ class Runner:
         self._finish(waiting, attempt)
 
     def _learn(self, running: TestProcess) -> None:
-        self._console.learn(running.facts)
+        self._tell(stages.Learned(running.facts))
         if "probed" in running.facts:
             self._probed[len(running.lent)] = running.facts["probed"]
         if running.facts.get("device") == CPU:
@@ -331,27 +282,26 @@ class Runner:
 
     def _offer_forks(self) -> None:
         """Start the fork server for files that import torch, if there are enough of them."""
-        if len(self._queue) > self._slots or self._run.is_repeated:
-            start_forks(self._run, self._devices, self._children)
+        if len(self._queue) > self._slots or self._runs > 1:
+            start_forks(self._run, self._devices, self._children, is_fresh=bool(self._interpreter))
 
     def _finish(self, waiting: _Waiting, attempt: Attempt) -> None:
         attempts = (*waiting.attempts, attempt)
-        if not self._stopping and (failures := _repeatable(attempts, self._run.reruns)):
+        if not self._stopping and (failures := _repeatable(attempts, self._run.execution.reruns)):
             self._queue.insert(0, _Waiting(waiting.job, attempts, _to_repeat(attempt, failures)))
             return
         file = FileResult(attempts)
         self._take_result(file)
-        if file.is_bad and not self._run.keep_going and not self._run.list_tests:
+        if file.is_bad and not self._run.execution.keep_going and not self._run.output.list_tests:
             # No other job starts. Running jobs continue to their ends, except in a run that ends at its first failure.
             self._stopping = True
-            if self._run.fail_fast:
+            if self._run.execution.fail_fast:
                 self._stop_all(ProcessEnd(EndKind.STOPPED))
 
     def _take_result(self, file: FileResult) -> None:
-        is_new_failure = self.results.take(file)
+        self.results.take(file)
         self.results.seconds = self._now()
-        self._console.file_done(file, is_new_failure)
-        self._keep(self.results)
+        self._tell(stages.FileEnded(file, self.results))
 
 
 def _repeatable(attempts: Sequence[Attempt], reruns: int) -> list[TestResult]:

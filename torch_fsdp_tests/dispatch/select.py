@@ -24,12 +24,14 @@ class UnknownTest(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Narrowed:
-    """The tests of a selection that are worth running for a change, and what the run prints about them."""
+    """The tests of a selection that are worth running, and what the run prints about them."""
 
     tests: list[TestRun]
     remarks: Sequence[str] = ()  # printed before the tests
     verdict: str = ""  # printed at the end: why passing proves nothing
-    is_unguarded: bool = False  # no test is known to enter a changed function
+    proves_nothing: bool = False  # even if all tests pass
+    may_be_cut: bool = False  # whether a long file may run in parts
+    in_order: bool = False  # whether the order of the tests matters more than full use of the slots
 
 
 def select(

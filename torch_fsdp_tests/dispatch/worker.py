@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from torch_fsdp_tests import installation
 from torch_fsdp_tests.device import machine
 from torch_fsdp_tests.dispatch import devices, forkserver, run_file
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
-from torch_fsdp_tests.installed_torch import fixes
 from torch_fsdp_tests.processes import peers, system
 from torch_fsdp_tests.processes.children import Child, Children
 from torch_fsdp_tests.processes.launcher import Launch
@@ -41,7 +40,7 @@ class Describe:
 
     test_directory: str
     device: str  # the type of the devices
-    fixes: tuple[str, ...] = ()  # with which test files import torch
+    variables: dict[str, str] = dataclasses.field(default_factory=dict)  # with which test files start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +165,7 @@ class Worker:
         for order in self._rank_0.arrived():
             match order:
                 case Describe():
-                    self._prepare(order.fixes)
+                    self._prepare(order.variables)
                     self._rank_0.tell(describe(self._root / order.test_directory, order.device))
                 case StartFile():
                     self._start(order)
@@ -179,10 +178,9 @@ class Worker:
                     self._rank_0.receive()  # until rank 0's process is gone
         return not self._rank_0.closed
 
-    def _prepare(self, ids: Sequence[str]) -> None:
-        """Start the fork server, which imports torch with these fixes."""
-        if ids:
-            self._environment |= fixes.environment(ids, self._environment)
+    def _prepare(self, variables: Mapping[str, str]) -> None:
+        """Start the fork server, with these variables more."""
+        self._environment |= variables
         self._children.start_server(["-m", forkserver.__name__], self._environment, self._root)
 
     def _start(self, order: StartFile) -> None:

@@ -86,9 +86,9 @@ class Workers(OtherRanks):
 
     def _compare(self, run: RunTests, device: str) -> None:
         """Raises :class:`LaunchFailure` if a machine differs from this one in what a run needs."""
-        root, test_directory = run.default_directory.parent, run.test_directory
+        root, test_directory = run.selection.default_directory.parent, run.selection.test_directory
         own = worker.describe(test_directory, device)
-        machines = self._ask(worker.Describe(_relative(root, test_directory), device, run.fixes))
+        machines = self._ask(worker.Describe(_relative(root, test_directory), device, run.variables(os.environ)))
         self._machines = {rank: machine.facts for rank, machine in {0: own, **machines}.items()}
         differing: dict[str, list[int]] = {}
         for rank, machine in machines.items():
@@ -128,8 +128,8 @@ class Workers(OtherRanks):
         self._number += 1
         attempt = f"{self.launch.attempt}.{self._number}"
         self._parts, self._end_by = {}, None
-        folder = _relative(run.default_directory.parent, run.test_directory)
-        self._order = worker.StartFile(self._number, folder, name, run.arguments, attempt, dict(variables))
+        folder = _relative(run.selection.default_directory.parent, run.selection.test_directory)
+        self._order = worker.StartFile(self._number, folder, name, run.execution.arguments, attempt, dict(variables))
         return self.launch.variables(attempt)
 
     def call(self, ranks: Collection[int]) -> None:

@@ -17,7 +17,7 @@ from torch_fsdp_tests.common_fsdp import MLP, FSDPTest
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.device.ordering import check_order, recorded, sees_collectives
+from torch_fsdp_tests.extensions.races.ordering import check_order, recorded, sees_collectives
 from torch_fsdp_tests.fsdp.combinations import subtests
 
 DIM = 8

@@ -16,10 +16,10 @@ from typing import Any
 from torch_fsdp_tests import installation
 from torch_fsdp_tests.dispatch import report
 from torch_fsdp_tests.dispatch.atomic import write_text
-from torch_fsdp_tests.dispatch.behaviour_files import NoRecord
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.options import Parser
 from torch_fsdp_tests.dispatch.runtests import REPORTS
+from torch_fsdp_tests.extensions.behavior.kept_records import NoRecord
 from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.processes.children import Children
 from torch_fsdp_tests.tools.versions import environments, table

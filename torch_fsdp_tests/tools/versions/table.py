@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests.dispatch import behaviour, behaviour_files, report
+from torch_fsdp_tests.dispatch import report
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
-from torch_fsdp_tests.dispatch.slower import Test, side_by_side, tests_in, tests_of
+from torch_fsdp_tests.extensions.behavior import differences, kept_records
+from torch_fsdp_tests.extensions.compare.slower import Test, side_by_side, tests_in, tests_of
 from torch_fsdp_tests.installed_torch.version_ranges import numbers
 from torch_fsdp_tests.verdict import State, columns, plural
 
@@ -122,13 +123,13 @@ class Table:
 def behaviour_lines(output: Path, rows: Sequence[Row]) -> list[str]:
     """What tests do differently on each recorded version than on the one before it."""
     paths = {row.label: output / row.label / BEHAVIOUR for row in rows}
-    records = [(label, behaviour_files.load(path)) for label, path in paths.items() if path.exists()]
+    records = [(label, kept_records.load(path)) for label, path in paths.items() if path.exists()]
     lines = []
     for (label, before), (other, after) in itertools.pairwise(records):
-        compared = behaviour.compared(before, after)
+        compared = differences.compared(before, after)
         lines.append(f"behaviour on {other}, compared with {label} ({plural(len(compared), 'test')}):")
         alike = "nothing differs" if compared else "nothing could be compared"
-        lines += behaviour.lines(behaviour.differences(before, after)) or [alike]
+        lines += differences.lines(differences.differences(before, after)) or [alike]
     return lines
 
 

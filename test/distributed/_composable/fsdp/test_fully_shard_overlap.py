@@ -35,7 +35,7 @@ from torch_fsdp_tests.common_fsdp import (
 from torch_fsdp_tests.common_utils import device_sleep, get_cycles_per_ms, run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.device.ordering import check_order
+from torch_fsdp_tests.extensions.races.ordering import check_order
 from torch_fsdp_tests.fsdp import collectives, internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients

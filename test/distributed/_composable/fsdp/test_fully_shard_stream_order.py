@@ -19,7 +19,7 @@ from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.defects import torch_defect
-from torch_fsdp_tests.device.ordering import check_order, recorded, sees_collectives
+from torch_fsdp_tests.extensions.races.ordering import check_order, recorded, sees_collectives
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.training import TrainingMixin, shard_each, train
 from torch_fsdp_tests.installed_torch import torch_facts
