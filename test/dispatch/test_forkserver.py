@@ -3,15 +3,12 @@
 import json
 import re
 import signal
-import subprocess
 import textwrap
 import unittest
 from pathlib import Path
 from typing import Any
 
 from trees import CHECKOUT, PASS, TreeCase, alive, all_end, body, little_torch
-
-from torch_fsdp_tests.extensions.reach.reach_map import Executed, build
 
 # The first file makes the dispatcher start the server, and waits until the server's file in the run's directory exists.
 FIRST = f"""
@@ -110,35 +107,10 @@ class TestForkServer(TreeCase):
         files = {"kills": killer, "alone": alone, "third": alone}
         self.check_forked(files, passed=3, env=little_torch(self.root))
 
-    def write_program(self) -> None:
-        """Make the tree the project's own, whose files all import torch, so that they wait for the server."""
-        self.program = self.root / "run_test.py"
-        start = f"import pathlib, sys; sys.path.insert(0, {str(CHECKOUT)!r})\n"
-        start += "from torch_fsdp_tests.dispatch.main import main\n"
-        self.program.write_text(f"{start}sys.exit(main(sys.argv[1:], pathlib.Path(__file__).parent))\n")
-
     def test_the_projects_own_files_wait_for_it(self):
-        self.write_program()
+        self.write_own_program()
         files = {f"test_{number}": FORKED + PASS for number in range(3)}
         self.check(files, ["-j1"], passed=3, env=little_torch(self.root))
-        # With --reaching the server starts before the number of files is known. Tests that are not in the map run last.
-        function = "torch.distributed.fsdp.f"
-        known = build("any", {("test_0", "TestP.test_p"): Executed({function}, 1.0)})
-        reaching = ["--reaching", function, "--map", self.write_json("map.json", known.as_text())]
-        self.check(files, ["-j1", *reaching], passed=3, env=little_torch(self.root))
-
-    def test_it_goes_with_a_run_that_is_refused(self):
-        """Even while the server still imports torch."""
-        self.write_program()
-        self.write({"test_0": PASS})
-        environment, file = little_torch(self.root), self.root / "pid"
-        text = f"import os, time; open({str(file)!r}, 'w').write(f'{{os.getpid()}}.'); time.sleep(1000)"
-        (self.root / "torch/__init__.py").write_text(text)
-        known = self.write_json("map.json", build("any", {}).as_text())
-        process = self.start("--reaching", "-", "--map", known, env=environment, stdin=subprocess.PIPE)
-        (server,) = self.wait_for(process, file)
-        _, err = process.communicate("no diff")
-        self.assertEqual((process.returncode, alive(server)), (2, False), err)
 
     def test_it_goes_with_the_dispatcher(self):
         for number in (signal.SIGINT, signal.SIGKILL):

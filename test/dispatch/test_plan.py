@@ -466,7 +466,9 @@ def flat(run: RunTests) -> Any:
     """All options of a run in one object."""
     parts = [run.selection, run.execution, run.output]
     fields = {name: value for part in parts for name, value in vars(part).items()}
-    return types.SimpleNamespace(**fields, is_narrowed_by_file=run.selection.is_narrowed_by_file)
+    ignored = [words.rpartition(": ")[2].split(", ") for words in run.output.remarks if "no effect here" in words]
+    fields |= {"without_effect": tuple(*ignored), "is_narrowed_by_file": run.selection.is_narrowed_by_file}
+    return types.SimpleNamespace(**fields)
 
 
 class TestOptions(unittest.TestCase):
@@ -606,18 +608,11 @@ class TestOptions(unittest.TestCase):
             ("-f", "a"): "unrecognized arguments: -f; --help shows all options\n",
             ("--xyzzy=1",): "unrecognized arguments: --xyzzy=1; --help shows all options\n",
             ("--nope",): "unrecognized arguments: --nope; --help shows all options\n",  # dashes do not count
-            ("--with-fixes", "--", "-i", "smoke"): "-i follows --, so test files would get it: put it before --\n",
+            ("--keep-going", "--", "-i", "smoke"): "-i follows --, so test files would get it: put it before --\n",
             ("--", "-v", "--shard=1"): "--shard=1 follows --",
             ("--json",): "--json can only be used with --dry-run",
-            ("--record-behaviour", str(ROOT)): f"--record-behaviour: {ROOT} is a folder; name a file",
-            ("--compare", "/nowhere"): "there is no file /nowhere",
             ("--test-directory", "/nowhere"): "/nowhere does not exist; name one",
             ("--rerun-disabled-tests",): "needs a list",
-            ("--repeat", "0"): "'0' is not a whole number from 1 to 1000000",
-            ("--for", "20"): "'20' is not a time such as 90s, 20m, 8h or 1h30m",
-            ("--for", "1h", "--list"): "--repeat and --for cannot be used with --list",
-            ("--repeat", "2", "--dry-run"): "cannot be used with --dry-run",
-            ("--repeat", "2", "--reruns", "1"): "cannot be used with --reruns, which repeats only what failed",
         }.items():
             with self.subTest(arguments=arguments):
                 self.assertIn(words, self.rejected(*arguments))

@@ -1,8 +1,7 @@
-"""The real command over tiny trees: lists, times, reports, upstream's environment, console output, coverage."""
+"""The real command over tiny trees: lists, times, reports, upstream's environment, console output."""
 
 import contextlib
 import functools
-import importlib.metadata
 import json
 import os
 import pty
@@ -14,7 +13,6 @@ import sys
 import textwrap
 import unittest.mock
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from trees import CHECKOUT, CLOSING, ENVIRONMENT, FAIL, PASS, FolderCase, TreeCase, body
@@ -26,7 +24,6 @@ from torch_fsdp_tests.dispatch.devices import torch_version
 from torch_fsdp_tests.dispatch.discover import discover
 from torch_fsdp_tests.dispatch.expectations import MalformedList, read_disabled, read_own, read_slow
 from torch_fsdp_tests.dispatch.plan import ShardedTest, TestRun
-from torch_fsdp_tests.extensions.coverage import measuring
 
 HOST = ("--device", "cpu")  # the CPU is the subject
 READERS = (read_disabled, read_slow, read_own)
@@ -219,19 +216,11 @@ class TestEnvironment(TreeCase):
 class TestReports(TreeCase):
     """Without it, a report could be lost with the disk, the terminal or a reader that is gone."""
 
-    def test_report_and_comparison(self):
-        first, second = self.root / "first", self.root / "second"
-        self.check({"test_x": body("pass", "pass"), "test_p": PASS}, ["--report", first], passed=3)
-        changed = body("self.fail()", "self.skipTest('lately')") + body("pass", name="TestNew")
-        says = ["newly failing: test_x::TestX.test_1", "newly skipped: test_x::TestX.test_2: lately"]
-        arguments = ["--report", second, "--compare", first, "--keep-going", "-i", "*", "-k", "test"]
-        says += ["new: test_x::TestNew.test_1"]
-        self.check({"test_x": changed}, arguments, passed=2, failed=1, skipped=1, says=says)
-        report = self.read_report("second")
+    def test_report(self):
+        arguments = ["--report", self.root / "r", "--keep-going", "-i", "*", "-k", "test"]
+        self.check({"test_x": body("self.fail()", "pass")}, arguments, passed=1, failed=1)
+        report = self.read_report()
         self.assertEqual((report["selection"], report["capabilities"]), ("-i '*' -k test", None))
-        page = (second / "report.html").read_text()
-        for words in ("AssertionError: None", "lately", "Slowest tests", "To repeat:"):
-            self.assertIn(words, page)
 
     def test_unwritable_places_are_found_first(self):
         self.write({"test_x": body(f"open({str(self.root / 'ran')!r}, 'w')")})
@@ -240,8 +229,7 @@ class TestReports(TreeCase):
         words = f"{below} cannot be written to: [Errno 20] Not a directory: "
         self.check_errors([([option, below], f"{option}: {words}") for option in options])
         (self.root / "test-reports").write_text("")
-        options = ["--pipe-logs", *["--coverage"] * (measuring.missing_package() is None)]
-        self.check_errors([([option], "cannot be written to") for option in options])
+        self.check_errors([(["--pipe-logs"], "cannot be written to")])
         self.assertFalse((self.root / "ran").exists())
         # Without these options the tests run, because a checkout may be read-only.
         self.check({}, passed=1, says=["--failed will not know"])
@@ -258,7 +246,7 @@ class TestReports(TreeCase):
         for command in (
             self.command(),
             self.command("--list"),
-            [sys.executable, "-m", "torch_fsdp_tests.extensions.compare.two_reports", report, report],
+            [sys.executable, "-m", "torch_fsdp_tests.extensions.compare", report, report],
             [sys.executable, "-m", "torch_fsdp_tests.tools.benchmark", "--help"],
             [sys.executable, "-m", "torch_fsdp_tests.defects", "--list"],
         ):
@@ -342,9 +330,6 @@ class TestReports(TreeCase):
 
     def test_files_needed_at_the_end_are_checked_first(self):
         self.write({"test_x": body(f"open({str(self.root / 'ran')!r}, 'w')")})
-        for text in ("{", "[]", '{"files": []}', '{"files": [{"file": "x", "tests": [{"test": "y"}]}]}'):
-            self.check_errors([(["--compare", self.write_json("old.json", text)], "old.json")])
-        self.check_errors([(["--compare", self.root], f"{self.root}/report.json cannot be read: No such file")])
         self.write_json("test-times.json", [])
         self.check_errors([(["--save-times", self.root], "test-times.json")])
         self.assertFalse((self.root / "ran").exists())
@@ -507,53 +492,6 @@ class TestConsole(TreeCase):
         self.assertNotRegex(text, r"(?s)\[2/2\] ok.*test_b \d\.\ds\r\x1b")
         self.assertIn("\r\x1b[2K", text)
         self.assertTrue(text.endswith("1 passed, 1 failed, 0 skipped\r\n"), text)
-
-
-@unittest.skipUnless(measuring.missing_package() is None, "needs coverage.py 7.10 or later")
-class TestCoverage(TreeCase):
-    """Without it, lines that only ranks run could count as not covered, and code outside FSDP could be measured."""
-
-    def test_what_is_measured(self):
-        """Forks that end by ``os._exit``, and of torch only FSDP and its state dicts."""
-        distributed = self.root / "torch/distributed"
-        measured = {"fsdp/api.py", "fsdp/_fully_shard/_fsdp_param.py", "_composable/replicate_with_fsdp.py"}
-        measured |= {"_state_dict_utils.py", "checkpoint/state_dict.py"}
-        for name in (*measured, "checkpoint/planner.py", "tensor/api.py", "utils.py"):
-            (distributed / name).parent.mkdir(parents=True, exist_ok=True)
-            (distributed / name).write_text("pass\n")
-        lines = [
-            "def inside():", "    return 1", "def never():", "    return 2",
-            "def inside_a_fork():", "    os._exit(inside())",
-            "class TestX(unittest.TestCase):", "    def test_x(self):", "        pid = os.fork()",
-            "        pid or inside_a_fork()", "        os.waitpid(pid, 0)", "        import pathlib, runpy",
-            f"        [runpy.run_path(str(p)) for p in pathlib.Path({str(distributed)!r}).rglob('*.py')]",
-        ]  # fmt: skip
-        says = ["coverage: python -m coverage report"]
-        self.check({"test_x": "\n".join(lines) + "\n"}, ["--coverage"], passed=1, says=says)
-        import coverage as library
-
-        data = library.CoverageData(str(self.root / "test-reports/.coverage"))
-        data.read()
-        files = {Path(file) for file in data.measured_files()}
-        self.assertEqual({str(f.relative_to(distributed)) for f in files if distributed in f.parents}, measured)
-        (file,) = (file for file in files if file.parts[-2:] == ("test", "test_x.py"))
-        covered = {lines[number - 2].strip() for number in data.lines(str(file)) or () if 2 <= number < 2 + len(lines)}
-        self.assertLessEqual({"return 1", "os._exit(inside())", "os.waitpid(pid, 0)"}, covered)
-        self.assertNotIn("return 2", covered)
-        self.assertEqual([path.name for path in self.tree.glob(".coverage*")], [])
-
-
-class TestCoverageAbsent(unittest.TestCase):
-    """Without it, ``--coverage`` with an old coverage.py could fail without saying what to install."""
-
-    def test_says_what_to_install(self):
-        def absent(name):
-            raise importlib.metadata.PackageNotFoundError
-
-        versions = {"pip install coverage": absent, "7.10 or later": lambda _: "7.9.1", "^nothing$": lambda _: "8.0"}
-        for words, version in versions.items():
-            with unittest.mock.patch("importlib.metadata.version", version):
-                self.assertRegex(measuring.missing_package() or "nothing", words)
 
 
 if __name__ == "__main__":

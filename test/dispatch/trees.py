@@ -18,7 +18,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests.extensions.compare import two_reports  # noqa: F401 (imported for forks)
 from torch_fsdp_tests.processes import system
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -212,6 +211,13 @@ class TreeCase(FolderCase):
         text = f"{imports}\ndescribe = lambda backend, ranks: {described}\n"
         (folder / f"{device}_device.py").write_text(text)
         return little_torch(folder) if is_described else {"PYTHONPATH": str(folder)}
+
+    def write_own_program(self) -> None:
+        """Make the tree the project's own, whose files all import torch, so that they wait for the server."""
+        self.program = self.root / "run_test.py"
+        start = f"import pathlib, sys; sys.path.insert(0, {str(CHECKOUT)!r})\n"
+        start += "from torch_fsdp_tests.dispatch.main import main\n"
+        self.program.write_text(f"{start}sys.exit(main(sys.argv[1:], pathlib.Path(__file__).parent))\n")
 
     def check(
         self,

@@ -19,7 +19,7 @@ from torch_fsdp_tests import extension, installation, settings
 from torch_fsdp_tests.dispatch import devices, keywords
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.option_types import option_type, positive, whole_number
-from torch_fsdp_tests.dispatch.runtests import DEFAULT_DIRECTORY, Execution, Output, RunTests, Selection
+from torch_fsdp_tests.dispatch.runtests import DEFAULT_DIRECTORY, REPORTS, Execution, Output, RunTests, Selection
 from torch_fsdp_tests.extension import Features, absolute
 from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.processes.launcher import Launch
@@ -188,6 +188,8 @@ def make_parser() -> Parser:
 
     add = parser.add_argument_group("output").add_argument
     add("-v", "--verbose", **flag, help="print a line for each test")
+    junit = Path(REPORTS, "python-unittest").absolute()
+    add("--save-xml", nargs="?", type=absolute, const=junit, metavar="DIR", help="write JUnit XML")
     add("--report", type=absolute, metavar="DIR", help="write report.json, and what shows it")
     groups = {group.title: group.add_argument for group in parser._action_groups}
     for each in extension.found().values():
@@ -391,6 +393,7 @@ def _unwritable(run: RunTests) -> str | None:
     from torch_fsdp_tests.dispatch.atomic import try_folder  # imported late, because a plan writes nothing
 
     folders = {
+        "--save-xml": run.output.save_xml,
         "--report": run.output.report,
         "--save-times": run.output.save_times,
         "--pipe-logs": run.reports / "logs" if run.output.logs_by_option else None,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from torch_fsdp_tests import installation
-from torch_fsdp_tests.dispatch import last_failures, report, times
+from torch_fsdp_tests.dispatch import junit, last_failures, report, times
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.run_plan import RunPlan
 from torch_fsdp_tests.dispatch.run_results import Results
@@ -67,6 +67,7 @@ def _written(run: RunTests, results: Results) -> Iterator[Conclusion]:
     short = installation.short_path
     writers: list[tuple[str, Path | None, Callable[[Path], Sequence[str]]]] = [
         (logs, run.reports if run.output.pipe_logs else None, lambda _: [f"logs: {short(report.write_logs(results))}"]),
+        ("the JUnit report", run.output.save_xml, lambda folder: _save_xml(folder, results)),
         ("the times", run.output.save_times, lambda folder: _save_times(folder, results)),
         ("the report", run.output.report, lambda folder: report.write(folder, results)),
     ]
@@ -75,6 +76,11 @@ def _written(run: RunTests, results: Results) -> Iterator[Conclusion]:
             yield Conclusion(write(path) if path else ())
         except OSError as error:
             yield Conclusion([f"{what} cannot be written: {error}"], ExitStatus.BROKEN)
+
+
+def _save_xml(folder: Path, results: Results) -> Sequence[str]:
+    junit.write(folder, results)
+    return ()
 
 
 def _save_times(folder: Path, results: Results) -> Sequence[str]:

@@ -84,6 +84,7 @@ class Output:
     show_output: bool = False
     pipe_logs: bool = False
     logs_by_option: bool = False  # and not by CI's variable: only then the folder is checked before the run
+    save_xml: Path | None = None
     report: Path | None = None
     save_times: Path | None = None
     remarks: tuple[str, ...] = ()  # what to say first about options and variables

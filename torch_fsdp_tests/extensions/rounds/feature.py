@@ -26,11 +26,12 @@ class Rounds(Feature):
 
     def __init__(self, run: RunTests, repeat: int | None, duration: float | None) -> None:
         self._run, self._repeat, self._duration = run, repeat, duration
-        self._number = 0  # of the running round, counted from 1
+        self.number = 0  # of the running round, counted from 1
         self.complete = 0
         self.failed = 0  # rounds in which something failed
         self._files: dict[tuple[str, int], Folded] = {}
         self.records: dict[tuple[str, int], dict[str, Record]] = collections.defaultdict(dict)
+        self._failed_in = 0  # the last round in which something failed
         self._counts: collections.Counter[State] = collections.Counter()  # tests of this round
 
     def problem(self, run: RunTests) -> str | None:
@@ -44,17 +45,20 @@ class Rounds(Feature):
     def drive(self, once: Callable[[], Results], say: Callable[[str], None]) -> Results:
         began = time.monotonic()
         for number in numbers(self._repeat, self._duration, lambda: self.is_over):
-            self._number, start = number, time.monotonic()
+            self.number, start = number, time.monotonic()
             self._counts.clear()
             self._last = last = once()
             is_complete = not last.not_started and last.signal is None and last.lost is None
             self.complete += is_complete
-            self.failed += last.failed > 0
             now = time.monotonic()
             say(self._line(now - start, now - began, is_complete))
         left = [name for name in last.not_started if not any(name == file for file, _ in self._files)]
-        files = [folded.result for folded in self._files.values()]
-        return dataclasses.replace(last, files=files, not_started=left, seconds=time.monotonic() - began)
+        return dataclasses.replace(last, files=self.files, not_started=left, seconds=time.monotonic() - began)
+
+    @property
+    def files(self) -> list[FileResult]:
+        """Each file with the worst result of each test."""
+        return [folded.result for folded in self._files.values()]
 
     @property
     def is_over(self) -> bool:
@@ -67,7 +71,7 @@ class Rounds(Feature):
         word = "FAILED" if counts[State.FAILED] else "ok" if is_complete else "stopped"
         of = f"/{self._repeat}" if self._repeat else ""
         limit = f" ({seconds(since)} of {seconds(self._duration)})" if self._duration else ""
-        number = f"{self._number:{len(of[1:])}d}"
+        number = f"{self.number:{len(of[1:])}d}"
         return f"round {number}{of} {word:7s} {closing_line(counts)}  {seconds(took)}{limit}"
 
     def stage(self, stage: Stage) -> Stage | None:
@@ -79,7 +83,7 @@ class Rounds(Feature):
                 is_shown = file.is_bad or file.announced.unknown or self._run.output.verbose
                 return dataclasses.replace(stage, is_new=is_new) if is_shown else None
             case stages.Progress():
-                return dataclasses.replace(stage, about=f"round {self._number}")
+                return dataclasses.replace(stage, about=f"round {self.number}")
         return stage
 
     def _take(self, file: FileResult) -> bool:
@@ -90,9 +94,11 @@ class Rounds(Feature):
         for test in file.tests():
             record = records.setdefault(test.name, Record())
             is_new_failure |= test.outcome.is_bad and not record.failed
-            record.take(self._number, test)
+            record.take(self.number, test)
+        if file.is_bad and self._failed_in != self.number:
+            self._failed_in, self.failed = self.number, self.failed + 1
         if key in self._files:
-            self._files[key].add(self._number, file)
+            self._files[key].add(self.number, file)
         else:
             self._files[key] = Folded(file)
         return is_new_failure
@@ -103,7 +109,7 @@ class Rounds(Feature):
             if test.outcome.is_bad:
                 summary = self.records[file.job.key][test.name].summary()
                 lines.append(f"{file.name}{' ' if test.name == FILE_ITSELF else '::'}{test.name} {clean(summary)}")
-        cut = f", and part of round {self._number}" if self._number > self.complete else ""
+        cut = f", and part of round {self.number}" if self.number > self.complete else ""
         failed = f"; {plural(self.failed, 'round')} failed" if self.failed else ""
         lines.append(f"{plural(self.complete, 'complete round')}{cut}{failed}")
         return Conclusion(lines)

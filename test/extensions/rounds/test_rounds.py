@@ -2,10 +2,13 @@
 
 import re
 import signal
+import sys
 import unittest
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "dispatch"))
 
 from little_results import file_of
 from trees import PASS, TreeCase, body
@@ -23,17 +26,11 @@ from torch_fsdp_tests.verdict import RankResult, State, TestResult
 
 def folded(*files: FileResult) -> tuple[Rounds, FileResult]:
     """What is kept of the results of one file in rounds 1, 2, ..., and the result that sums them up."""
-    waiting = iter(files)
-    run = RunTests(Selection(Path(), Path()), Execution(keep_going=True))
+    run = RunTests(Selection(Path(), Path()))
     kept = Rounds(run, repeat=len(files), duration=None)
-
-    def once() -> Results:
-        results = Results(run, files=[next(waiting)])
-        kept.stage(stages.FileEnded(results.files[0], results))
-        return results
-
-    results = kept.drive(once, lambda line: None)
-    return kept, results.files[0]
+    for kept.number, file in enumerate(files, 1):
+        kept.stage(stages.FileEnded(file, Results(run)))
+    return kept, kept.files[0]
 
 
 class TestNumbers(unittest.TestCase):
@@ -146,7 +143,13 @@ class TestFold(unittest.TestCase):
             with self.subTest(file=file, keep_going=keep_going, more=more):
                 run = RunTests(Selection(Path(), Path()), Execution(keep_going=keep_going))
                 rounds, results = Rounds(run, repeat=2, duration=None), Results(run, files=[file], **more)
-                rounds.drive(lambda results=results: results, lambda line: None)
+
+                def once(results: Results = results, rounds: Rounds = rounds) -> Results:
+                    for each in results.files:
+                        rounds.stage(stages.FileEnded(each, results))
+                    return results
+
+                rounds.drive(once, lambda line: None)
                 self.assertEqual(rounds.is_over, expected)
 
 
@@ -200,6 +203,16 @@ class TestCommand(TreeCase):
         self.run_command("--repeat", 4)
         counts = path.read_text().split()
         self.assertEqual((len(counts), len({*counts})), (4, 1), counts)
+
+    def test_refusals(self):
+        for arguments, words in {
+            ("--repeat", "0"): "'0' is not a whole number from 1 to 1000000",
+            ("--for", "20"): "'20' is not a time such as 90s, 20m, 8h or 1h30m",
+            ("--for", "1h", "--list"): "--repeat and --for cannot be used with --list",
+            ("--repeat", "2", "--dry-run"): "cannot be used with --dry-run",
+            ("--repeat", "2", "--reruns", "1"): "cannot be used with --reruns, which repeats only what failed",
+        }.items():
+            self.check_errors([([*arguments], words)])
 
     def test_nothing_that_runs_ends_the_rounds(self):
         self.check({"test_s": "@unittest.skip('x')\n" + PASS}, ["--for", "1h"], skipped=1, code=5)

@@ -6,9 +6,12 @@ import io
 import itertools
 import json
 import subprocess
+import sys
 import textwrap
 import unittest.mock
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "dispatch"))
 
 from little_torch import API, CORE, modules_of, write_sources
 from trees import FolderCase
@@ -16,6 +19,7 @@ from trees import FolderCase
 from torch_fsdp_tests.dispatch.discover import discover, source_of
 from torch_fsdp_tests.dispatch.plan import TestRun
 from torch_fsdp_tests.dispatch.syntax import declared_tests
+from torch_fsdp_tests.extensions.reach import reaching
 from torch_fsdp_tests.extensions.reach.changed_functions import Change, Changes, UnknownChange
 from torch_fsdp_tests.extensions.reach.functions import Statement, functions_in, module_name, owners, statements_in
 from torch_fsdp_tests.extensions.reach.reach_map import (
@@ -26,7 +30,6 @@ from torch_fsdp_tests.extensions.reach.reach_map import (
     ReachMap,
     build,
     declared_as,
-    reaching,
 )
 from torch_fsdp_tests.extensions.reach.selecting import select
 from torch_fsdp_tests.verdict import first_few
@@ -337,7 +340,7 @@ class TestUnknown(FolderCase):
 
     def test_the_map_that_ships_is_up_to_date(self):
         """To refresh it, run the command in docs/changing-fsdp.md."""
-        files = discover(Path(__file__).parents[1])
+        files = discover(Path(__file__).parents[2])
         names = [file for file in files if file.startswith("distributed/")]
         declared = {file: declared_tests(source_of(files[file])) for file in names}
         for path in reaching.SHIPPED.glob("map-*.json"):

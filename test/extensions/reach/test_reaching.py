@@ -2,11 +2,16 @@
 
 import dataclasses
 import re
+import subprocess
+import sys
 import unittest
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "dispatch"))
+
 from little_torch import CORE, modules_of, write_sources
-from trees import FAIL, PASS, TreeCase, body
+from trees import FAIL, PASS, TreeCase, alive, body, little_torch
 
 from torch_fsdp_tests.extensions.reach.reach_map import Executed, ReachMap, build
 
@@ -267,7 +272,7 @@ class TestReaching(CommandCase):
             (["--map", self.tree / "test_x.py", "--changed"], "test_x.py is not a map of what tests reach"),
             (["--map", deep, "--changed"], "deep.json is nested too deeply to be read"),
             (["--map", self.map], "--map can only be used with --reaching, --changed or --save-map"),
-            (["--save-map", self.map, "--coverage"], "--save-map records without --coverage; leave that out"),
+            (["--save-map", self.map, "--coverage"], "cannot be used with"),
             (["--save-map", self.tree], "test is a folder; name a file"),
             (["--fail-fast", "--keep-going"], "--fail-fast and --keep-going cannot be used together"),
         ]
@@ -298,6 +303,32 @@ class TestFailFast(TreeCase):
         path = str(self.root / "tried")
         flaky = f"there = os.path.exists({path!r}); open({path!r}, 'w').close(); self.assertTrue(there)"
         self.check({"test_x": body(flaky, "pass")}, ["--fail-fast", "--reruns", 1], passed=2)
+
+
+class TestForkServer(TreeCase):
+    """Without it, files could wait for an import of torch that began too late, or the server could outlive the run."""
+
+    def test_files_wait_for_it(self):
+        """It starts before the number of files is known. Tests that are not in the map run last."""
+        self.write_own_program()
+        files = {f"test_{number}": PASS for number in range(3)}
+        function = "torch.distributed.fsdp.f"
+        known = build("any", {("test_0", "TestP.test_p"): Executed({function}, 1.0)})
+        reaching = ["--reaching", function, "--map", self.write_json("map.json", known.as_text())]
+        self.check(files, ["-j1", *reaching], passed=3, env=little_torch(self.root))
+
+    def test_it_goes_with_a_run_that_is_refused(self):
+        """Even while the server still imports torch."""
+        self.write_own_program()
+        self.write({"test_0": PASS})
+        environment, file = little_torch(self.root), self.root / "pid"
+        text = f"import os, time; open({str(file)!r}, 'w').write(f'{{os.getpid()}}.'); time.sleep(1000)"
+        (self.root / "torch/__init__.py").write_text(text)
+        known = self.write_json("map.json", build("any", {}).as_text())
+        process = self.start("--reaching", "-", "--map", known, env=environment, stdin=subprocess.PIPE)
+        (server,) = self.wait_for(process, file)
+        _, err = process.communicate("no diff")
+        self.assertEqual((process.returncode, alive(server)), (2, False), err)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,17 @@
 """The race detector: what it reports as a race, and what it accepts."""
 
 import contextlib
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import SkipTest, mock
 
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "harness"))
+
 from samples import Threads
 
 from torch_fsdp_tests import common_utils, settings

@@ -2,11 +2,15 @@
 
 import contextlib
 import io
+import sys
 import unittest
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "dispatch"))
+
 from little_results import MACHINE, a_file, a_report, a_test, report_of
-from trees import FolderCase
+from trees import PASS, FolderCase, TreeCase, body
 
 from torch_fsdp_tests.extensions.compare import two_reports
 from torch_fsdp_tests.extensions.html import html_report
@@ -143,6 +147,27 @@ class TestSlower(unittest.TestCase):
         self.assertEqual(words, f"slower: test_x::T.test_1: {spread}")
         page = html_report.render(report_of(test_of(1.0, 0.2, 40)))
         self.assertIn("1.0s<div class='dim small'>0.8s to 1.2s</div>", page)
+
+
+class TestCommand(TreeCase):
+    """Without it, ``--compare`` could say nothing, or find out after hours that it cannot read the earlier report."""
+
+    def test_two_runs(self):
+        first = self.root / "first"
+        self.check({"test_x": body("pass", "pass"), "test_p": PASS}, ["--report", first], passed=3)
+        changed = body("self.fail()", "self.skipTest('lately')") + body("pass", name="TestNew")
+        says = ["newly failing: test_x::TestX.test_1", "newly skipped: test_x::TestX.test_2: lately"]
+        says += ["new: test_x::TestNew.test_1"]
+        arguments = ["--compare", first, "--keep-going"]
+        self.check({"test_x": changed}, arguments, passed=2, failed=1, skipped=1, says=says)
+
+    def test_the_earlier_report_is_read_first(self):
+        self.write({"test_x": body(f"open({str(self.root / 'ran')!r}, 'w')")})
+        self.check_errors([(["--compare", "/nowhere"], "there is no file /nowhere")])
+        for text in ("{", "[]", '{"files": []}', '{"files": [{"file": "x", "tests": [{"test": "y"}]}]}'):
+            self.check_errors([(["--compare", self.write_json("old.json", text)], "old.json")])
+        self.check_errors([(["--compare", self.root], f"{self.root}/report.json cannot be read: No such file")])
+        self.assertFalse((self.root / "ran").exists())
 
 
 if __name__ == "__main__":

@@ -3,10 +3,13 @@
 import difflib
 import gzip
 import json
+import sys
 import unittest
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "dispatch"))
 
 from little_torch import CORE, SOURCES, modules_of, write_sources
 from trees import FolderCase, TreeCase
@@ -197,50 +200,50 @@ class TestCommand(TreeCase):
         write_sources(self.root / "other", _core=CHANGE)
         was, now = ((self.root / side / path).read_text().split("\n") for side in ("site", "other"))
         text = "\n".join(difflib.unified_diff(was, now, f"a/{path}", f"b/{path}", lineterm=""))
-        self.change = ["--map", known, "--reaching", self.write_json("x.diff", text), "--compare-behaviour"]
+        self.change = ["--map", known, "--reaching", self.write_json("x.diff", text), "--compare-behavior"]
         self.write({"test_n": RECORDS})
         assert path in SOURCES
 
     def test_a_change_is_compared_whichever_side_is_installed(self):
-        says = ["behaviour of 1 test compared, 1 different", DIFFERS]
+        says = ["behavior of 1 test compared, 1 different", DIFFERS]
         self.check({}, self.change, passed=2, says=says, **self.torch)
         self.assertIn("collectives: other size of all_gather: 1 test", self.out)
         write_sources(self.root / "site", _core=CHANGE)
         self.check({}, [*self.change, "--fail-on-difference"], passed=2, code=1, says=says, **self.torch)
 
     def test_nothing_to_compare(self):
-        says = ["behaviour of 0 tests compared, none different"]
+        says = ["behavior of 0 tests compared, none different"]
         self.check({}, [*self.change, "-k", "silent"], passed=1, code=5, says=says, **self.torch)
 
     def test_a_failure_with_the_change(self):
         fails = RECORDS.replace("test_silent(self): shard(1)", "test_silent(self): self.assertEqual(shard(1), 2)")
-        says = ["failed: test_n::TestN.test_silent", "--compare-behaviour --reaching", DIFFERS]
+        says = ["failed: test_n::TestN.test_silent", "--compare-behavior --reaching", DIFFERS]
         self.check({"test_n": fails}, self.change, passed=1, failed=1, says=says, **self.torch)
 
     def test_another_run(self):
         file = self.root / "x.gz"
-        says = ["round 2/2", f"behaviour of 1 test: {file}"]
-        self.check({}, ["--record-behaviour", file], passed=2, says=says, **self.torch)
-        against = ["--against-behaviour", file, "--fail-on-difference"]
+        says = ["round 2/2", f"behavior of 1 test: {file}"]
+        self.check({}, ["--record-behavior", file], passed=2, says=says, **self.torch)
+        against = ["--against-behavior", file, "--fail-on-difference"]
         self.check({}, against, passed=2, says=["1 test compared, none different"], **self.torch)
         self.check_errors([([*against, "--operators"], "was recorded without --operators: leave")], **self.torch)
         says = ["missing in this run: 1 test\n    test_n::TestN.test_recorded\n"]
         silent = RECORDS.replace('record("test_recorded")', "pass")
         self.check({"test_n": silent}, against, passed=2, code=1, says=says, **self.torch)
         # Nothing is compared.
-        self.check({}, ["--against-behaviour", file], passed=2, code=5, says=says, **self.torch)
+        self.check({}, ["--against-behavior", file], passed=2, code=5, says=says, **self.torch)
         renamed = {"test_n": RECORDS.replace("test_recorded(", "test_other(")}
         for selection, found in (["-i", "test_n::TestN"], True), (["-k", "test_*"], True), (["-k", "silent"], False):
             self.check(renamed, [*against, *selection], passed=2 - (not found), code=1 if found else 5, **self.torch)
             self.assertEqual("missing in this run: 1 test" in self.out, found)
 
-    def test_the_order_of_a_set_is_no_behaviour(self):
+    def test_the_order_of_a_set_is_no_behavior(self):
         ordered = RECORDS.replace("float32", "{''.join({*'abcdefghijkl'})}")
-        self.check({"test_n": ordered}, ["--record-behaviour", self.root / "x.gz"], passed=2, **self.torch)
+        self.check({"test_n": ordered}, ["--record-behavior", self.root / "x.gz"], passed=2, **self.torch)
         self.assertNotIn("repeat", self.out)
 
     def test_a_plan_records_nothing(self):
-        out = self.run_command("--record-behaviour", self.root / "x.gz", "--list", **self.torch)
+        out = self.run_command("--record-behavior", self.root / "x.gz", "--list", **self.torch)
         self.assertEqual((self.code, out), (0, "test_n  4 ranks  estimate unknown\n"), self.err)
 
     def test_refusals(self):
@@ -250,15 +253,14 @@ class TestCommand(TreeCase):
         misfit = self.write_json("y.diff", self.change_text().replace("x += LIMIT", "x += OTHER"))
         self.check_errors(
             [
-                (["--against-behaviour", gone], "cannot be read: No such file"),
-                (["--against-behaviour", damaged], "was not written by --record-behaviour"),
-                (["--against-behaviour", other], "was not written by --record-behaviour"),
-                (["--compare-behaviour"], "--compare-behaviour needs a change"),
-                (["--fail-on-difference", "--record-behaviour", other], "--fail-on-difference can only be used with"),
-                (["--record-behaviour", gone, "--reruns", "1"], "--record-behaviour, which runs twice, cannot be used"),
+                (["--against-behavior", gone], "cannot be read: No such file"),
+                (["--against-behavior", damaged], "was not written by --record-behavior"),
+                (["--against-behavior", other], "was not written by --record-behavior"),
+                (["--compare-behavior"], "--compare-behavior needs a change"),
+                (["--fail-on-difference", "--record-behavior", other], "--fail-on-difference can only be used with"),
                 (["--operators"], "--operators can only be used with"),
-                ([*self.change[:3], misfit, "--compare-behaviour"], "fits the installed torch neither"),
-                ([*self.change[:3], "Unit.step", "--compare-behaviour"], "--compare-behaviour needs diffs"),
+                ([*self.change[:3], misfit, "--compare-behavior"], "fits the installed torch neither"),
+                ([*self.change[:3], "Unit.step", "--compare-behavior"], "--compare-behavior needs diffs"),
             ],
             **self.torch,
         )

@@ -4,34 +4,16 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch_fsdp_tests import installation
 from torch_fsdp_tests.device import machine
 from torch_fsdp_tests.dispatch.atomic import write_text
 from torch_fsdp_tests.dispatch.file_result import FileResult
-from torch_fsdp_tests.dispatch.plan import Job
 from torch_fsdp_tests.dispatch.run_results import Results
-from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.extension import Conclusion, Feature, Rerun
 from torch_fsdp_tests.verdict import State, TestResult, clean, columns, describe, rank_rows
 
 OF_FILE = "file"  # replaces the class in results about the whole file
-
-
-class JUnit(Feature):
-    """Writes the results in the form that CI systems read."""
-
-    def __init__(self, run: RunTests, folder: Path) -> None:
-        self._run, self._folder = run, folder
-
-    def writes(self) -> Mapping[str, Path]:
-        return {"--save-xml": self._folder}
-
-    def conclude(self, results: Results, rerun: Rerun, jobs: Sequence[Job]) -> Conclusion:
-        write(self._folder, results)
-        return Conclusion()
 
 
 def write(folder: Path, results: Results) -> None:

@@ -7,16 +7,20 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import unittest
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "dispatch"))
+
 from little_results import a_file, a_report, a_test, report_of, two_hosts
-from trees import Balanced, fits, schema
+from trees import Balanced, TreeCase, body, fits, schema
 
 from torch_fsdp_tests.defects.command import versions_page
+from torch_fsdp_tests.dispatch import page as page_parts
 from torch_fsdp_tests.extensions.html import html_report
 from torch_fsdp_tests.verdict import RankResult, State
 
@@ -65,6 +69,19 @@ def varied() -> dict[str, Any]:
 @functools.cache
 def pages() -> dict[str, str]:
     return {"report": html_report.render(varied()), "defects": versions_page.render()}
+
+
+class TestCommand(TreeCase):
+    """Without it, ``--report`` could write no page, or that of another run."""
+
+    def test_page_of_a_run(self):
+        test = body("self.fail()", "self.skipTest('lately')")
+        for _ in range(2):
+            self.check({"test_x": test}, ["--report", self.root / "r", "--keep-going"], failed=1, skipped=1)
+        page = (self.root / "r" / "report.html").read_text()
+        for words in ("AssertionError: None", "lately", "Slowest tests", "To repeat:"):
+            self.assertIn(words, page)
+        self.assertTrue((self.root / "r" / "report.previous.html").exists())
 
 
 class TestContent(unittest.TestCase):
@@ -176,7 +193,7 @@ class TestContent(unittest.TestCase):
         self.assertLess(len(html_report.render(a_report(*files)).encode()), 1_500_000)
 
     def test_colours_are_set_for_light_dark_and_paper(self):
-        text = Path(html_report.__file__).parent.joinpath("data/page.css").read_text()
+        text = Path(page_parts.__file__).parent.joinpath("data/page.css").read_text()
         light, dark, paper = (set(re.findall(r"(--\w+):", part)) for part in re.findall(r":root \{(.*?)\}", text, re.S))
         self.assertEqual((dark, paper), (light, light))
         self.assertLessEqual(set(re.findall(r"var\((--\w+)\)", text)), light)
