@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,12 +26,7 @@ from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import Calls, recorded
 from torch_fsdp_tests.fsdp.combinations import subtests
-from torch_fsdp_tests.fsdp.references import average_gradients
-from torch_fsdp_tests.fsdp.training import FEW, check_gradients
-from torch_fsdp_tests.installed_torch import torch_facts
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from distributed._composable.test_composability.pipelines import (
+from torch_fsdp_tests.fsdp.pipelines import (
     BLOCKS,
     DIM,
     LOOPED,
@@ -50,6 +43,9 @@ from distributed._composable.test_composability.pipelines import (
     microbatched_in_bfloat16,
     shard_stage,
 )
+from torch_fsdp_tests.fsdp.references import average_gradients
+from torch_fsdp_tests.fsdp.training import FEW, check_gradients
+from torch_fsdp_tests.installed_torch import torch_facts
 
 BF16 = torch.bfloat16
 GROUPS = 4  # parameter groups on each of two ranks that share the pipeline

@@ -5,8 +5,6 @@ Training is compared bitwise with a plain model that casts explicitly.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,12 +18,10 @@ from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import collectives
 from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.mixed_precision import DIM, ITERATIONS, CastsMixin, Replica, ReplicaMixin
 from torch_fsdp_tests.fsdp.optimizers import ShardAdam
 from torch_fsdp_tests.fsdp.training import replicate_each
 from torch_fsdp_tests.installed_torch import torch_facts
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed._composable.mixed_precision import DIM, ITERATIONS, CastsMixin, Replica, ReplicaMixin
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

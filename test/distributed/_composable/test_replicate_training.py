@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +33,7 @@ from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor.common_dtensor import TransformerBlock
 from torch_fsdp_tests.fsdp import collectives, internals
 from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.forward_methods import ForwardMethodsMixin
 from torch_fsdp_tests.fsdp.optimizers import ShardAdamW
 from torch_fsdp_tests.fsdp.references import average_gradients, full
 from torch_fsdp_tests.fsdp.seeded import filled
@@ -54,9 +53,6 @@ from torch_fsdp_tests.fsdp.training import (
     train,
 )
 from torch_fsdp_tests.installed_torch import torch_facts
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed._composable.forward_methods import ForwardMethodsMixin
 
 needs_replicate = needs(torch_facts.REPLICATES_WITHOUT_SHARDS)
 

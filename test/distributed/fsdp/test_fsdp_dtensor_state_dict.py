@@ -8,8 +8,6 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +30,7 @@ from torch_fsdp_tests.common_utils import parametrize, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.dtensor_states import DTensorStatesMixin, plain_parameters_and_moments
 from torch_fsdp_tests.fsdp.references import full_parameters
 from torch_fsdp_tests.fsdp.sharded_states import (
     FourLayers,
@@ -41,9 +40,6 @@ from torch_fsdp_tests.fsdp.sharded_states import (
     train_on_share,
     use_sharded_state_dicts,
 )
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.fsdp.dtensor_states import DTensorStatesMixin, plain_parameters_and_moments
 
 EVEN = parametrize("is_even_sharded_model", [True, False])
 OFFLOAD = parametrize("offload_to_cpu", [True, False])

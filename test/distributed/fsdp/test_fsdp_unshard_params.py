@@ -6,10 +6,8 @@ import contextlib
 import functools
 import itertools
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -35,12 +33,10 @@ from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.forward_methods import GenerationMixin
 from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters, named, of_all_ranks, room_in
 from torch_fsdp_tests.fsdp.shards import owners
 from torch_fsdp_tests.installed_torch import torch_facts
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed._composable.forward_methods import GenerationMixin
 
 # Numbers of elements of the two layers in _two_layers. Neither is a multiple of 2, so both are padded.
 INNER, OUTER = 25, 15

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +28,7 @@ from torch_fsdp_tests.common_utils import parametrize, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.dtensor_states import DTensorStatesMixin, plain_parameters_and_moments
 from torch_fsdp_tests.fsdp.references import full_parameters, of_all_ranks
 from torch_fsdp_tests.fsdp.sharded_states import (
     FourLayers,
@@ -39,9 +38,6 @@ from torch_fsdp_tests.fsdp.sharded_states import (
     train_on_share,
     use_sharded_state_dicts,
 )
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.fsdp.dtensor_states import DTensorStatesMixin, plain_parameters_and_moments
 
 HYBRID = ShardingStrategy.HYBRID_SHARD
 PLACEMENTS = (Replicate(), Shard(0))

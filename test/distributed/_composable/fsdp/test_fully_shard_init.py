@@ -9,9 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +31,7 @@ from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Trans
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.init_cases import InitTest, full_tensors
 from torch_fsdp_tests.fsdp.internals import fsdp2_init
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import average_gradients, check_defaults, of_all_ranks
@@ -41,9 +40,6 @@ from torch_fsdp_tests.fsdp.shards import chunk_of, shard_largest_dim
 from torch_fsdp_tests.fsdp.training import optimizers, shard_each, take_step
 from torch_fsdp_tests.installed_torch import torch_facts
 from torch_fsdp_tests.two_tensor import TwoTensor
-
-sys.path.insert(0, str(Path(__file__).parents[3]))
-from distributed._composable.fsdp.init_cases import InitTest, full_tensors
 
 HOST = torch.device("cpu")  # the CPU is the subject: states start there, whatever the device under test
 META = torch.device("meta")

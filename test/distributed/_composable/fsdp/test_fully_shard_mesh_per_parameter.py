@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,13 +14,11 @@ from torch_fsdp_tests.common_fsdp import check_sharded_parity
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.init_cases import InitTest
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import average
 from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.installed_torch import torch_facts
-
-sys.path.insert(0, str(Path(__file__).parents[3]))
-from distributed._composable.fsdp.init_cases import InitTest
 
 needs_mesh_per_parameter = needs(torch_facts.HAS_MESH_PER_PARAMETER)
 

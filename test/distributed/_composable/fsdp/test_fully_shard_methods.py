@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +17,10 @@ from torch_fsdp_tests.common_fsdp import MLP, FSDPTest
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.forward_methods import Generating, GenerationMixin
 from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.seeded import uniform
 from torch_fsdp_tests.fsdp.training import backward, loss_of, shard_each, train
-
-sys.path.insert(0, str(Path(__file__).parents[3]))
-from distributed._composable.forward_methods import Generating, GenerationMixin
 
 # Methods and their arguments: settings that do not change the results of training, or that are undone at once.
 CALLS: dict[str, list[tuple[str, dict[str, Any]]]] = {

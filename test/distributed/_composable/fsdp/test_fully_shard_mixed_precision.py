@@ -43,7 +43,8 @@ from torch_fsdp_tests.installed_torch import torch_facts
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from distributed._composable.fsdp.recorders import RecordingAllGather, RecordingReduceScatter
-from distributed._composable.mixed_precision import DIM, ITERATIONS, CastsMixin, Replica, ReplicaMixin
+
+from torch_fsdp_tests.fsdp.mixed_precision import DIM, ITERATIONS, CastsMixin, Replica, ReplicaMixin
 
 BF16_FP32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

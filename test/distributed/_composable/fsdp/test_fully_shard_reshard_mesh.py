@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -17,11 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.init_cases import InitTest
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.installed_torch import torch_names
-
-sys.path.insert(0, str(Path(__file__).parents[3]))
-from distributed._composable.fsdp.init_cases import InitTest
 
 
 class TestFullyShardMeshArg(InitTest):

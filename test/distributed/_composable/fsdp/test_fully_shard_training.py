@@ -74,14 +74,15 @@ from torch_fsdp_tests.fsdp.training import (
 from torch_fsdp_tests.installed_torch import torch_facts
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
-from distributed._composable.forward_methods import ForwardMethodsMixin
 from distributed._composable.fsdp import experts
 from distributed._composable.fsdp.training_models import (
     ChunkedHeadModel,
     RaisesOnDemand,
     TiedModel,
 )
-from distributed._composable.stacks import StacksMixin
+
+from torch_fsdp_tests.fsdp.forward_methods import ForwardMethodsMixin
+from torch_fsdp_tests.fsdp.stacks import StacksMixin
 
 needs_reset = needs(torch_facts.HAS_RESET_ITER_STATE)
 needs_partial_groups = needs(torch_facts.COMPLETES_PARTIAL_GROUPS)

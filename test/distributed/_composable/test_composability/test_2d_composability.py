@@ -11,8 +11,6 @@ import functools
 import io
 import math
 import os
-import sys
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -60,6 +58,7 @@ from torch_fsdp_tests.fsdp.sharded_states import (
     train_on_share,
     use_sharded_state_dicts,
 )
+from torch_fsdp_tests.fsdp.stacks import StacksMixin
 from torch_fsdp_tests.fsdp.training import (
     ITERATIONS,
     TrainingMixin,
@@ -74,9 +73,6 @@ from torch_fsdp_tests.fsdp.training import (
     train,
 )
 from torch_fsdp_tests.installed_torch import torch_facts
-
-sys.path.insert(0, str(Path(__file__).parents[3]))
-from distributed._composable.stacks import StacksMixin
 
 HOST = torch.device("cpu")  # the CPU is the subject
 ALL_REDUCE, REDUCE_SCATTER = torch.ops.c10d_functional.all_reduce, torch.ops.c10d._reduce_scatter_base_

@@ -9,10 +9,8 @@ from __future__ import annotations
 import copy
 import functools
 import os
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,15 +31,9 @@ from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.optimizers import ShardAdamW, fused_on_host
-from torch_fsdp_tests.fsdp.references import average_gradients, named
-from torch_fsdp_tests.fsdp.seeded import filled
-from torch_fsdp_tests.fsdp.training import ITERATIONS, check_parity, replicate_each
-from torch_fsdp_tests.installed_torch import torch_facts
-
-sys.path.insert(0, str(Path(__file__).parents[3]))
-from distributed._composable.test_composability.pipelines import (
+from torch_fsdp_tests.fsdp.pipelines import (
     SCHEDULES,
-    SPLIT_BACKWARD,
+    V_SHAPED,
     Batch,
     Pipeline,
     PipelineMixin,
@@ -50,7 +42,13 @@ from distributed._composable.test_composability.pipelines import (
     shard_stage,
     units_of,
 )
+from torch_fsdp_tests.fsdp.references import average_gradients, named
+from torch_fsdp_tests.fsdp.seeded import filled
+from torch_fsdp_tests.fsdp.training import ITERATIONS, check_parity, replicate_each
+from torch_fsdp_tests.installed_torch import torch_facts
 
+# These compute the gradients of inputs and of parameters separately.
+SPLIT_BACKWARD = ["ScheduleInterleavedZeroBubble", *V_SHAPED]
 FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 
 

@@ -8,24 +8,19 @@ import functools
 import math
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from torch_fsdp_tests.common_distributed import SaveForwardInputsModel
+from torch_fsdp_tests.common_distributed import RankTestCase, SaveForwardInputsModel
 from torch_fsdp_tests.common_fsdp import check_sharded_parity
 from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import manual_seed
 from torch_fsdp_tests.fsdp import collectives
 from torch_fsdp_tests.fsdp.seeded import filled
-
-if TYPE_CHECKING:
-    from torch_fsdp_tests.common_distributed import RankTestCase as _Base
-else:
-    _Base = object
 
 DIM = 16
 ITERATIONS = 4  # Adam's state matters from the second step on
@@ -92,7 +87,7 @@ class Replica:
         return not any(map(torch.equal, self._start, self.model.parameters()))
 
 
-class ReplicaMixin(_Base):
+class ReplicaMixin(RankTestCase):
     """For a test case with two rank processes. Trains a model beside its replica, and compares them bit by bit.
 
     There are two ranks because the sum of two numbers does not depend on their order in any precision.
@@ -126,7 +121,7 @@ class ReplicaMixin(_Base):
         return calls
 
 
-class CastsMixin(_Base):
+class CastsMixin(RankTestCase):
     """For a test case with two ranks (threads or processes). Tests what modules receive and return under a policy."""
 
     def _check_float16_on_one_submodule(self, wrap: Wrap) -> None:

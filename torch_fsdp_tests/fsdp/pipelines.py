@@ -22,8 +22,6 @@ SINGLE = ["ScheduleGPipe", "Schedule1F1B"]  # one stage per rank; the other sche
 LOOPED = ["ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble"]
 V_SHAPED = ["ScheduleZBVZeroBubble", "ScheduleDualPipeV"]
 SCHEDULES = [*SINGLE, *LOOPED, *V_SHAPED]
-# These compute the gradients of inputs and of parameters separately.
-SPLIT_BACKWARD = ["ScheduleInterleavedZeroBubble", *V_SHAPED]
 
 DIM = 4
 BLOCKS = 4
