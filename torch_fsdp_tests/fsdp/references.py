@@ -39,6 +39,19 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) 
     average([param.grad for param in model.parameters() if param.grad is not None], group)
 
 
+def move_gradients(source: nn.Module, target: nn.Module) -> None:
+    """Add the gradients of ``source`` to those of ``target``, in the dtype of ``target``, and clear the former."""
+    for param, computed in zip(target.parameters(), source.parameters()):
+        grad, computed.grad = computed.grad.to(param.dtype), None
+        param.grad = grad if param.grad is None else param.grad + grad
+
+
+def copy_values(source: nn.Module, target: nn.Module) -> None:
+    """Copy the parameters of ``source`` to those of ``target``, in the dtype of ``target``."""
+    for param, computed in zip(source.parameters(), target.parameters()):
+        computed.detach().copy_(param)
+
+
 def of_all_ranks(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
     """Return every rank's argument, in order of rank. A collective."""
     values: list[Any] = [None] * dist.get_world_size(group)

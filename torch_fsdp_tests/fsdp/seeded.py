@@ -17,6 +17,11 @@ def uniform(*shape: int, seed: int) -> torch.Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(get_devtype())
 
 
+def normal(*shape: int, seed: int) -> torch.Tensor:
+    """Normally distributed numbers on the device of the calling rank."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(get_devtype())
+
+
 def filled(module: AnyModule, low: float = -0.3, high: float = 0.7, seed: int = 42) -> AnyModule:
     """Fill the parameters with numbers from ``low`` to ``high`` (by default mostly positive). Returns the module."""
     generator = torch.Generator().manual_seed(seed)

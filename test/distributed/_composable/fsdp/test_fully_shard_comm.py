@@ -6,22 +6,22 @@ explicit unshards, and the setters that replace a collective, its buffers or its
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import os
 import re
-import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import implicit_replication
@@ -41,48 +41,139 @@ from torch_fsdp_tests.common_fsdp import (
     FSDPTestContinuous,
     FSDPTestMultiThread,
     check_sharded_parity,
+    patch_post_backward,
+    patch_reshard,
+    patch_unshard,
 )
 from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.defects import NO_DEFECT, torch_defect
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.distributed._tensor.common_dtensor import FeedForward, TransformerBlock
+from torch_fsdp_tests.distributed._tensor.common_dtensor import FeedForward, ModelArgs, Transformer, TransformerBlock
 from torch_fsdp_tests.fsdp import collectives, internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.optimizers import ShardAdamW
-from torch_fsdp_tests.fsdp.references import average_gradients
-from torch_fsdp_tests.fsdp.seeded import filled
+from torch_fsdp_tests.fsdp.references import average_gradients, copy_values, move_gradients
+from torch_fsdp_tests.fsdp.seeded import filled, normal
 from torch_fsdp_tests.fsdp.training import (
     TrainingMixin,
     check_gradients,
+    check_parity,
     loss_of,
     optimizers,
     shard_each,
     take_step,
+    tiny_transformer,
     train,
 )
 from torch_fsdp_tests.installed_torch import torch_facts, torch_names
-
-sys.path.insert(0, str(Path(__file__).parents[3]))
-from distributed._composable.fsdp.communication import (
-    BranchedModel,
-    HalfUsed,
-    check_identical,
-    copy_values,
-    local_grads,
-    move_gradients,
-    rows,
-    shard_blocks,
-    tokens,
-    transformer,
-)
-from distributed._composable.fsdp.recorders import PrefetchMixin, Reshard
 
 ALL_GATHER, REDUCE_SCATTER = "c10d._allgather_base_", "c10d._reduce_scatter_base_"
 AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 
 fsdp_api = torch_names.module("torch.distributed.fsdp._fully_shard._fsdp_api")
 fsdp_collectives = internals.fsdp2_collectives
+
+Reshard = bool | int | None
+
+
+def shard_blocks(model: Transformer, **kwargs: Any) -> Any:
+    return shard_each([*model.layers, model], **kwargs)
+
+
+def transformer(device: torch.device, **changes: Any) -> Transformer:
+    """A model with the same weights on every rank."""
+    manual_seed(42)
+    return tiny_transformer(**{"n_layers": 2, "weight_tying": False} | changes).to(device)
+
+
+def tokens(rank: int, step: int, device: torch.device) -> torch.Tensor:
+    """(2, 16) tokens, different for each rank and step."""
+    args, generator = ModelArgs(), torch.Generator().manual_seed(seed_of(rank, step))
+    return torch.randint(args.vocab_size, (2, args.max_seq_len), generator=generator).to(device)
+
+
+def rows(rank: int, step: int, *shape: int) -> torch.Tensor:
+    """Numbers that are different for each rank and step."""
+    return normal(*shape, seed=seed_of(rank, step))
+
+
+def seed_of(rank: int, step: int) -> int:
+    return 100 * step + rank + 1
+
+
+def local_grads(model: nn.Module) -> dict[str, torch.Tensor]:
+    grads = {}
+    for name, param in model.named_parameters():
+        assert isinstance(param.grad, DTensor), name
+        grads[name] = param.grad.to_local().clone()
+    return grads
+
+
+def check_identical(
+    test: Any, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], where: str = ""
+) -> None:
+    test.assertEqual(list(found), list(expected))
+    for name, tensor in found.items():
+        test.assertTrue(torch.equal(tensor, expected[name]), f"{name} {where}")
+
+
+class HalfUsed(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.unused_lin = nn.Linear(1, 1)
+        self.lin = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.lin(x))
+
+
+class Branch(nn.Module):
+    """Returns relu(x @ weight), its sum over the ranks (a constant to autograd), and the sum's pending work."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(dim, dim))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dist.Work]:
+        y = F.relu(x @ self.weight)
+        total = y.detach().clone()
+        return y, total, dist.all_reduce(total, async_op=True)
+
+
+class MLPs(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.mlps = nn.ModuleList(MLP(dim) for _ in range(3))
+
+    def forward(self, launched: list[tuple[torch.Tensor, torch.Tensor, dist.Work]]) -> list[torch.Tensor]:
+        outputs = []
+        for mlp, (y, total, work) in zip(self.mlps, launched):
+            work.wait()
+            outputs.append(mlp(y + total))
+        return outputs
+
+
+class BranchedModel(nn.Module):
+    """Three branches, each followed by an MLP. If the MLP is an ``FSDPModule``, its unshard overlaps the branch's
+    all-reduce.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(Branch(dim) for _ in range(3))
+        self.mlps = MLPs(dim)
+        self.pending: list[bool] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        launched = []
+        for branch, mlp in zip(self.branches, self.mlps.mlps):
+            launched.append(branch(x))
+            if isinstance(mlp, FSDPModule):
+                mlp.unshard(async_op=True)
+                result = internals.pending_gather(internals.group_of(mlp))
+                self.pending.append(result is not None and result.all_gather_work is not None)
+        return loss_of(torch.stack(self.mlps(launched)))
 
 
 class TestFullyShardCollectiveOps(TrainingMixin, FSDPTestMultiThread):
@@ -350,7 +441,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         """A forward under ``no_grad`` adds no all-gather to the backward of the next step."""
         model = nn.Sequential(*(nn.Linear(4, 4, device=self.device) for _ in range(2)))
         shard_each([*model, model])
-        inputs = rows(self.rank, 0, self.device, 2, 4)
+        inputs = rows(self.rank, 0, 2, 4)
         for evaluate in (False, True):
             if evaluate:
                 with torch.no_grad():
@@ -410,7 +501,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
                 mlp.set_reduce_scatter_divide_factor(divide_factor)
         optims = optimizers(ref_model, model, cls=ShardAdamW)
         for step in range(10):
-            inputs = rows(self.rank, step, self.device, 4, 16)
+            inputs = rows(self.rank, step, 4, 16)
             ref_loss, loss = loss_of(computing(inputs.to(torch.bfloat16))), loss_of(model(inputs))
             self.assertEqual(loss, ref_loss)
             ref_loss.backward()
@@ -478,11 +569,101 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         self.assertEqual(internals.group_of(model).reduce_scatter_max_input_buffers, 2)
 
 
-class TestFullyShardPrefetch(PrefetchMixin, FSDPTest):
-    """The order of events (see :class:`PrefetchMixin`). Each test also compares the gradients with a replica's."""
+class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
+    """The order in which parameter groups are unsharded, resharded and reduced, and the gradients of each step.
+
+    An event has a letter for what happens (U: the group is unsharded, R: it is resharded, P: its backward is over), a
+    letter for the group's state (f: in forward, b: before its backward, none: after it), and the group. The group is
+    "root", the number of a transformer's block, or a module's name; several modules of one group are joined by "+".
+    """
 
     world_size = at_most(4)
     power_of_two_ranks = True
+
+    def _note(self, events: list[str], kind: str, group: internals.Group) -> None:
+        stages = internals.fsdp2_common.TrainingState
+        states = {stages.FORWARD: "f", stages.PRE_BACKWARD: "b", stages.POST_BACKWARD: ""}
+        name = internals.clean_name(group._module_fqn or "root").replace("layers.", "")
+        events.append(f"{kind}{states.get(internals.training_state(group), '?')} {name.replace(', ', '+')}")
+
+    @contextlib.contextmanager
+    def _recorded(self, kinds: str) -> Iterator[list[str]]:
+        events: list[str] = []
+        owner = internals.fsdp2_param_group.FSDPParamGroup
+        original = {"U": owner.unshard, "R": owner.reshard, "P": owner.post_backward}
+
+        def unshard(group: internals.Group, *args: Any, **kwargs: Any) -> None:
+            if internals.pending_gather(group) is None and not group.is_unsharded:
+                self._note(events, "U", group)
+            original["U"](group, *args, **kwargs)
+
+        def reshard(group: internals.Group, *args: Any, **kwargs: Any) -> None:
+            in_forward = internals.training_state(group) == internals.fsdp2_common.TrainingState.FORWARD
+            if group._reshard_after_forward or not in_forward:
+                self._note(events, "R", group)
+            original["R"](group, *args, **kwargs)
+
+        def post_backward(group: internals.Group, *args: Any, **kwargs: Any) -> None:
+            original["P"](group, *args, **kwargs)
+            self._note(events, "P", group)
+
+        patches = {
+            "U": (patch_unshard, unshard),
+            "R": (patch_reshard, reshard),
+            "P": (patch_post_backward, post_backward),
+        }
+        with contextlib.ExitStack() as stack:
+            for patch, replacement in map(patches.__getitem__, kinds):
+                stack.enter_context(patch(replacement))
+            yield events
+
+    def _check_events(self, events: list[str], expected: str) -> None:
+        self.assertEqual(events, expected.split(", ") if expected else [], may_be="empty")
+        events.clear()
+
+    def _check_training_events(
+        self,
+        ref_model: nn.Module,
+        model: nn.Module,
+        loss_of: Callable[[nn.Module, int], torch.Tensor],
+        forward: str,
+        backward: str,
+        kinds: str = "UP",
+        steps: int = 3,
+    ) -> None:
+        """Check that each step has these events, and the same gradients and updates as the replica."""
+        optims = optimizers(ref_model, model)
+        with self._recorded(kinds) as events:
+            for step in range(steps):
+                loss = loss_of(model, step)
+                self._check_events(events, forward)
+                loss.backward()
+                self._check_events(events, backward)
+                ref_loss = loss_of(ref_model, step)
+                ref_loss.backward()
+                average_gradients(ref_model)
+                self.assertEqual(loss, ref_loss)
+                check_gradients(self, ref_model, model)
+                take_step(optims)
+        check_parity(self, ref_model, model)
+
+    def _init_transformer(
+        self, n_layers: int, reshard_after_forward: Reshard, checkpoint_impl: str | None
+    ) -> tuple[Transformer, Any]:
+        """Return a plain replica, and a model whose blocks and root are wrapped.
+
+        ``checkpoint_impl`` is the model's activation checkpointing: "utils", "composable" or None.
+        """
+        args = {"n_layers": n_layers, "weight_tying": True}
+        ref_model = transformer(self.device, **args)
+        model = transformer(self.device, **args, checkpoint_activations=checkpoint_impl == "utils")
+        if checkpoint_impl == "composable":
+            for block in model.layers:
+                internals.composable.checkpoint(block)
+        return ref_model, shard_blocks(model, reshard_after_forward=reshard_after_forward)
+
+    def _loss(self, model: nn.Module, step: int) -> torch.Tensor:
+        return model(tokens(self.rank, step, self.device)).sum()
 
     @skip_if_lt_x_gpu(2)
     def test_fully_shard_backward_prefetch(self):
@@ -525,7 +706,7 @@ class TestFullyShardPrefetch(PrefetchMixin, FSDPTest):
         optims = optimizers(ref_model, model)
         with self._recorded("UP") as events:
             for step in range(2):
-                inputs = rows(self.rank, step, self.device, 4, 8)
+                inputs = rows(self.rank, step, 4, 8)
                 first, second = model(inputs)
                 self._check_events(events, "Uf 0, Uf 1.lin1, Uf 1.lin2")
                 model.set_is_last_backward(False)
@@ -557,7 +738,7 @@ class TestFullyShardPrefetch(PrefetchMixin, FSDPTest):
         for layer in model:
             fully_shard(layer, shard_placement_fn=lambda param: result if param.ndim == 1 else None)
         fully_shard(model)
-        loss_of = lambda each, step: each(rows(self.rank, step, self.device, 4, 8)).square().sum()  # noqa: E731
+        loss_of = lambda each, step: each(rows(self.rank, step, 4, 8)).square().sum()  # noqa: E731
         backward = "Ub 2, Ub 2, Ub 1, Ub 1, P 2, P 2, Ub 0, Ub 0, P 1, P 1, P 0, P 0"
         self._check_training_events(ref_model, model, loss_of, "Uf 0, Uf 0, Uf 1, Uf 1, Uf 2, Uf 2", backward)
 
@@ -658,7 +839,7 @@ class TestFullyShardPrefetch(PrefetchMixin, FSDPTest):
         shard_each([*([module.unused_lin, module.lin] for module in model[:2]), model], reshard_after_forward=True)
 
         def loss_of(model: nn.Module, step: int) -> torch.Tensor:
-            return model(rows(self.rank, step, self.device, 4, 16)).sum()
+            return model(rows(self.rank, step, 4, 16)).sum()
 
         forward = "Uf root, Uf 0.unused_lin+0.lin, Uf 1.unused_lin+1.lin"
         backward = (
@@ -702,7 +883,7 @@ class TestFullyShardUnshardMultiProcess(TrainingMixin, FSDPTest):
         optims = optimizers(ref_model, model)
         ref_losses = []
         for step in range(10):
-            inputs = rows(self.rank, step, device, 4, 8)
+            inputs = rows(self.rank, step, 4, 8)
             losses = []
             for module, optim in ((ref_model, optims[0]), (model, optims[1])):
                 losses.append(module(inputs))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +23,9 @@ from torch_fsdp_tests.common_fsdp import (
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
-from torch_fsdp_tests.fsdp.references import average_gradients
+from torch_fsdp_tests.fsdp.custom_comms import ReusingAllGather, ReusingReduceScatter
+from torch_fsdp_tests.fsdp.references import average_gradients, copy_values, move_gradients
+from torch_fsdp_tests.fsdp.seeded import normal
 from torch_fsdp_tests.fsdp.training import (
     TrainingMixin,
     check_gradients,
@@ -34,15 +34,6 @@ from torch_fsdp_tests.fsdp.training import (
     take_step,
 )
 from torch_fsdp_tests.installed_torch import torch_facts, torch_names
-
-sys.path.insert(0, str(Path(__file__).parents[3]))
-from distributed._composable.fsdp.communication import (
-    ReusingAllGather,
-    ReusingReduceScatter,
-    copy_values,
-    move_gradients,
-    rows,
-)
 
 AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 fsdp_collectives = internals.fsdp2_collectives
@@ -80,7 +71,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         for step in range(10):
             for last in (False, True)[step % 2 :]:
                 model.set_requires_gradient_sync(last)
-                inputs = rows(self.rank, 2 * step + last, self.device, 4, 6)
+                inputs = normal(4, 6, seed=100 * (2 * step + last) + self.rank + 1)
                 computing(inputs.to(computing[0].weight.dtype)).square().sum().backward()
                 model(inputs).square().sum().backward()
                 move_gradients(computing, ref_model)
@@ -148,12 +139,12 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
             return fsdp_collectives._default_reduce_scatter_input_fn(params, grads, world_size)
 
         group._all_gather_output_fn, group._prepare_reduce_scatter_inputs = negated, doubled
-        inputs = rows(self.rank, 0, self.device, 2, 4).requires_grad_()
+        inputs = normal(2, 4, seed=self.rank + 1).requires_grad_()
         output = model(inputs)
         self.assertEqual(output, -inputs @ weight.T)
         output.sum().backward()
         self.assertEqual(inputs.grad, -weight.sum(0).expand(2, 4))
-        mean = torch.stack([rows(rank, 0, self.device, 2, 4) for rank in range(self.world_size)]).mean(0)
+        mean = torch.stack([normal(2, 4, seed=rank + 1) for rank in range(self.world_size)]).mean(0)
         self.assertEqual(model.weight.grad.full_tensor(), 2 * mean.sum(0).expand(8, 4))
 
     @needs(torch_facts.RECORDS_STREAM_OF_OUTPUT_GRADIENTS)
@@ -169,7 +160,7 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)).to(self.device)
         shard_each((*model, model), mesh=self._mesh(*shape), mp_policy=policy)
         with torch_names.patched(fsdp_collectives, "record_grad_output_stream", record):
-            model(rows(self.rank, 0, self.device, 2, 4)).sum().backward()
+            model(normal(2, 4, seed=self.rank + 1)).sum().backward()
         current = torch.get_device_module(self.device.type).current_stream()
         for name, param in model.named_parameters():
             self.assertEqual(streams[internals.storage_id(param.grad.to_local())], current, name)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,15 +21,13 @@ from torch_fsdp_tests.common_fsdp import MLP, FSDPTestMultiThread
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.custom_comms import RecordingReduceScatter
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
 from torch_fsdp_tests.fsdp.shards import shard_of
 from torch_fsdp_tests.fsdp.training import check_parity, shard_each, train
 from torch_fsdp_tests.installed_torch import torch_facts
-
-sys.path.insert(0, str(Path(__file__).parents[3]))
-from distributed._composable.fsdp.recorders import RecordingReduceScatter
 
 HOST = torch.device("cpu")  # the CPU is the subject
 OFFLOADING = [OffloadPolicy(), CPUOffloadPolicy(pin_memory=False)]

@@ -6,8 +6,6 @@ TestFullyShardIgnoreParams nests both: DDP wraps a model, FSDP wraps a submodule
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,12 +22,10 @@ from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.custom_comms import RecordingAllGather, RecordingReduceScatter
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import average, average_gradients, full
 from torch_fsdp_tests.fsdp.seeded import filled
-
-sys.path.insert(0, str(Path(__file__).parents[3]))
-from distributed._composable.fsdp.recorders import RecordingAllGather, RecordingReduceScatter
 
 DIM = 8
 IGNORED_PATH = "module_b.module_c"

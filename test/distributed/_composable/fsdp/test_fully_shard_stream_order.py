@@ -2,10 +2,8 @@
 """FSDP2's streams wait for each other wherever they share memory. No accelerator is needed."""
 
 import contextlib
-import sys
 from collections.abc import Callable, Collection
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +19,9 @@ from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.extensions.races.ordering import check_order, recorded, sees_collectives
 from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.custom_comms import ReusingAllGather, ReusingReduceScatter
 from torch_fsdp_tests.fsdp.training import TrainingMixin, shard_each, train
 from torch_fsdp_tests.installed_torch import torch_facts
-
-sys.path.insert(0, str(Path(__file__).parents[3]))
-from distributed._composable.fsdp.communication import ReusingAllGather, ReusingReduceScatter
 
 DIM = 8
 
