@@ -34,6 +34,13 @@ def average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = N
             tensor.detach().copy_(mean.view_as(tensor))
 
 
+def mean_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """The mean in the tensor's dtype. It divides before it adds, because the sum may not fit into float16."""
+    total = tensor.clone() / dist.get_world_size()
+    dist.all_reduce(total)
+    return total
+
+
 def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Replace the gradients of a plain model by their means over the ranks of the group; None stays None."""
     average([param.grad for param in model.parameters() if param.grad is not None], group)

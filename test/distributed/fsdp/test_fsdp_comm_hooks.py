@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -23,12 +21,10 @@ from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.fsdp1_cases import machines_of
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import average, full_parameters
 from torch_fsdp_tests.installed_torch import torch_names
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.fsdp.fsdp1_cases import machines_of
 
 default_hooks = torch_names.module("torch.distributed.algorithms._comm_hooks.default_hooks")
 

@@ -7,9 +7,7 @@ import copy
 import functools
 import itertools
 import math
-import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,13 +37,11 @@ from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import one_by_one, pairwise_cases, subtests
+from torch_fsdp_tests.fsdp.fsdp1_cases import FewRanksTest, device_init_modes
 from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters, named
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
 from torch_fsdp_tests.fsdp.training import loss_of, take_step
 from torch_fsdp_tests.installed_torch import torch_names
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.fsdp.fsdp1_cases import FewRanksTest, device_init_modes
 
 params = "cpu_offload,sharding_strategy"
 cpu_offload_config = [CPUOffload(offload_params=True), CPUOffload(offload_params=False)]

@@ -6,9 +6,7 @@ The four ranks are two "nodes" of two: shard groups (0, 1) and (2, 3), replicate
 from __future__ import annotations
 
 import copy
-import sys
 from enum import Enum, auto
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,10 +32,8 @@ from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.fsdp1_cases import machines_of, states_may_be_synced
 from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.fsdp.fsdp1_cases import machines_of, states_may_be_synced
 
 Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]
 LAYERS = ModuleWrapPolicy({nn.TransformerEncoderLayer, nn.TransformerDecoderLayer})

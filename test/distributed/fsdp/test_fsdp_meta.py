@@ -6,9 +6,7 @@ import collections
 import contextlib
 import copy
 import functools
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,12 +21,10 @@ from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parame
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.fsdp1_cases import states_may_be_synced
 from torch_fsdp_tests.fsdp.references import full_parameters
 from torch_fsdp_tests.installed_torch import torch_names
 from torch_fsdp_tests.verdict import Reason
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.fsdp.fsdp1_cases import states_may_be_synced
 
 META = torch.device("meta")
 Init = Callable[[nn.Module], None]

@@ -12,13 +12,11 @@ import copy
 import functools
 import inspect
 import os
-import sys
 import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -49,12 +47,11 @@ from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parame
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.fsdp1_cases import states_may_be_synced
 from torch_fsdp_tests.fsdp.references import average_gradients, data_parallel, full_parameters, named
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
+from torch_fsdp_tests.fsdp.toy_models import TwoLayers
 from torch_fsdp_tests.installed_torch import torch_names
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.fsdp.fsdp1_cases import TwoLayers, states_may_be_synced
 
 distributed_optim = torch_names.module("torch.distributed.optim")
 

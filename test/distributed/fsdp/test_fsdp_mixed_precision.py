@@ -11,8 +11,6 @@ import copy
 import functools
 import importlib.util
 import itertools
-import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -39,11 +37,8 @@ from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.combinations import subtests
-from torch_fsdp_tests.fsdp.references import named
+from torch_fsdp_tests.fsdp.references import mean_over_ranks, named
 from torch_fsdp_tests.installed_torch import torch_names
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.fsdp.fsdp1_cases import mean_over_ranks
 
 batchnorm = torch_names.module("torch.nn.modules.batchnorm")
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -20,10 +18,7 @@ from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
-from torch_fsdp_tests.fsdp.references import full_parameters
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.fsdp.fsdp1_cases import mean_over_ranks
+from torch_fsdp_tests.fsdp.references import full_parameters, mean_over_ranks
 
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
 ITERATIONS = 3

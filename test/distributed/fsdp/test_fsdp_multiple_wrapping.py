@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -13,11 +10,9 @@ from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.fsdp1_cases import FewRanksTest
 from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.installed_torch import torch_names
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.fsdp.fsdp1_cases import FewRanksTest
 
 
 class InnerModel(nn.Module):

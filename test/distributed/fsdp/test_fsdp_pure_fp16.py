@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
-from pathlib import Path
 
 import torch
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, StateDictType
@@ -22,10 +20,8 @@ from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.fsdp1_cases import FewRanksTest
 from torch_fsdp_tests.fsdp.references import average, full_parameters
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.fsdp.fsdp1_cases import FewRanksTest
 
 
 class TestPureFP16(FewRanksTest):

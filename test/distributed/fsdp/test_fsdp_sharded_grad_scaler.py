@@ -9,8 +9,6 @@ import copy
 import functools
 import itertools
 import math
-import sys
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -40,10 +38,8 @@ from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.fsdp1_cases import FewRanksTest, device_init_modes
 from torch_fsdp_tests.fsdp.references import data_parallel, of_all_ranks
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.fsdp.fsdp1_cases import FewRanksTest, device_init_modes
 
 params = "cpu_offload,sharding_strategy,mixed_precision,use_orig_params"
 cpu_offload_config = [CPUOffload(offload_params=True), CPUOffload(offload_params=False)]

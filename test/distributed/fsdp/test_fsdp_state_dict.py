@@ -57,7 +57,6 @@ from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.installed_torch import torch_names
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.fsdp.fsdp1_cases import states_may_be_synced
 from distributed.fsdp.state_dicts import (
     FORMS,
     KINDS,
@@ -69,6 +68,8 @@ from distributed.fsdp.state_dicts import (
     square,
     summoned,
 )
+
+from torch_fsdp_tests.fsdp.fsdp1_cases import states_may_be_synced
 
 remote_device = torch_names.module("torch.distributed.remote_device")
 sharded_metadata = torch_names.module("torch.distributed._shard.sharded_tensor.metadata")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,11 +29,9 @@ from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor.common_dtensor import MLPModule, RMSNormPython
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.fsdp1_cases import states_may_be_synced
 from torch_fsdp_tests.fsdp.references import full, of_all_ranks
 from torch_fsdp_tests.fsdp.shards import local_of
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.fsdp.fsdp1_cases import states_may_be_synced
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 Trained = tuple[Any, torch.optim.Optimizer]  # a model, with or without FSDP, and its optimizer

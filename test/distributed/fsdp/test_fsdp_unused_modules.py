@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -18,9 +16,7 @@ from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.fsdp.fsdp1_cases import TwoLayers
+from torch_fsdp_tests.fsdp.toy_models import TwoLayers
 
 
 class TestFSDPMiscMultiProcess(FSDPTest):

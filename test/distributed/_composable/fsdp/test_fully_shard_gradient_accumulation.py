@@ -4,9 +4,7 @@ gradients, before the all-reduce.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +26,7 @@ from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, full
+from torch_fsdp_tests.fsdp.toy_models import TwoBranches
 from torch_fsdp_tests.fsdp.training import (
     FEW,
     TrainingMixin,
@@ -39,11 +38,6 @@ from torch_fsdp_tests.fsdp.training import (
     take_step,
 )
 from torch_fsdp_tests.installed_torch import torch_facts
-
-sys.path.insert(0, str(Path(__file__).parents[3]))
-from distributed._composable.fsdp.training_models import (
-    TwoBranches,
-)
 
 needs_reset = needs(torch_facts.HAS_RESET_ITER_STATE)
 BRANCHES = {"left": ("left",), "right": ("right",), "both": ("left", "right")}

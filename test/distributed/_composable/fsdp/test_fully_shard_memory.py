@@ -11,11 +11,9 @@ import copy
 import functools
 import gc
 import math
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,15 +32,13 @@ from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor.common_dtensor import ModelArgs, Transformer, TransformerBlock
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.expert_parallelism import expert_meshes, shard_experts
 from torch_fsdp_tests.fsdp.internals import groups_of
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import average_gradients, bytes_of
 from torch_fsdp_tests.fsdp.shards import local_of
 from torch_fsdp_tests.fsdp.training import shard_each, tiny_transformer
 from torch_fsdp_tests.installed_torch import torch_facts
-
-sys.path.insert(0, str(Path(__file__).parents[3]))
-from distributed._composable.fsdp import experts
 
 BYTES = 4  # per float32
 SMALL = ModelArgs(n_layers=3, vocab_size=32, dim=16, dropout_p=0.0, weight_tying=False)
@@ -544,11 +540,11 @@ class TestFullyShardPerParamMeshMemory(MemoryTest):
 
         After each step, local shards and moments are the only memory that FSDP and the optimizer hold.
         """
-        meshes = experts.split(make_mesh(1, 2, 2, 1, names=("replicate", "shard", "expert", "tensor")))
+        meshes = expert_meshes(make_mesh(1, 2, 2, 1, names=("replicate", "shard", "expert", "tensor")))
         torch.manual_seed(42)
         model = tiny_transformer(n_layers=2, vocab_size=32, num_experts=8, weight_tying=False).to(self.device)
         Transformer.parallelize(model, None, use_seq_parallel=False, ep_mesh=meshes.expert_parallel)
-        experts.shard(model, meshes, reshard_others=True)
+        shard_experts(model, meshes, reshard_others=True)
         optim = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=False)
         tokens = torch.randint(0, 32, (2, 8), device=self.device)
         gc.disable()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import torch
 from torch import nn
 from torch.distributed.fsdp import (
@@ -22,6 +19,7 @@ from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import collectives
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients
+from torch_fsdp_tests.fsdp.toy_models import ChunkedHeadModel, TwoBranches
 from torch_fsdp_tests.fsdp.training import (
     FEW,
     TrainingMixin,
@@ -30,14 +28,36 @@ from torch_fsdp_tests.fsdp.training import (
 )
 from torch_fsdp_tests.installed_torch import torch_facts
 
-sys.path.insert(0, str(Path(__file__).parents[3]))
-from distributed._composable.fsdp.training_models import (
-    BodyAndHead,
-    ChunkedHeadModel,
-    TwoBranches,
-)
-
 needs_partial_groups = needs(torch_facts.COMPLETES_PARTIAL_GROUPS)
+
+
+class CallsHead(nn.Linear):
+    """A layer that can also call a head. It returns its own output, and keeps the head's output."""
+
+    kept: torch.Tensor
+
+    def forward(self, x: torch.Tensor, head: nn.Module | None = None) -> torch.Tensor:
+        output = super().forward(x)
+        if head is not None:
+            self.kept = head(output)
+        return output
+
+
+class BodyAndHead(nn.Module):
+    """A model in which ``body`` and ``head`` are to be one group. ``how`` says how the head is used."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.embed, self.body, self.head = nn.Linear(8, 8), CallsHead(8, 8), nn.Linear(8, 8)
+        self.head.requires_grad_(how != "frozen")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how.startswith("called"):
+            output = self.body(self.embed(x), self.head)
+            return output + self.body.kept + (self.head(output) if self.how == "called twice" else 0)
+        output, other = self.body(self.embed(x)), self.head(x)
+        return output if self.how == "not in the loss" else output + other
 
 
 class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):

@@ -12,10 +12,8 @@ import functools
 import gc
 import inspect
 import itertools
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -52,10 +50,14 @@ from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor.common_dtensor import Transformer, TransformerBlock
 from torch_fsdp_tests.fsdp import collectives, internals
 from torch_fsdp_tests.fsdp.combinations import one_by_one, pairwise_cases, subtests
+from torch_fsdp_tests.fsdp.expert_parallelism import Meshes, expert_meshes, shard_experts
+from torch_fsdp_tests.fsdp.forward_methods import ForwardMethodsMixin
 from torch_fsdp_tests.fsdp.optimizers import ShardAdam, ShardAdamW
 from torch_fsdp_tests.fsdp.references import average, average_gradients, full
 from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.shards import shard_largest_dim
+from torch_fsdp_tests.fsdp.stacks import StacksMixin
+from torch_fsdp_tests.fsdp.toy_models import ChunkedHeadModel
 from torch_fsdp_tests.fsdp.training import (
     FEW,
     ITERATIONS,
@@ -73,19 +75,39 @@ from torch_fsdp_tests.fsdp.training import (
 )
 from torch_fsdp_tests.installed_torch import torch_facts
 
-sys.path.insert(0, str(Path(__file__).parents[3]))
-from distributed._composable.fsdp import experts
-from distributed._composable.fsdp.training_models import (
-    ChunkedHeadModel,
-    RaisesOnDemand,
-    TiedModel,
-)
-
-from torch_fsdp_tests.fsdp.forward_methods import ForwardMethodsMixin
-from torch_fsdp_tests.fsdp.stacks import StacksMixin
-
 needs_reset = needs(torch_facts.HAS_RESET_ITER_STATE)
 needs_partial_groups = needs(torch_facts.COMPLETES_PARTIAL_GROUPS)
+
+
+class RaisesOnDemand(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.raises = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.raises:
+            raise ZeroDivisionError("on demand")
+        return self.module(x)
+
+
+class TiedModel(nn.Module):
+    def __init__(self, vocab_size: int, dim: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, dim)
+        self.head = nn.Linear(dim, vocab_size, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(ids))
+
+
+def average_with_experts(ref_model: Any, meshes: Meshes) -> None:
+    """Average the gradients as FSDP does. Gradients of experts are sums over the expert-parallel ranks."""
+    average_gradients(ref_model, meshes.data.get_group())
+    for layer in ref_model.layers:
+        for param in layer.expert_layer.parameters():
+            param.grad.mul_(meshes.expert_parallel.size())
 
 
 class TestFullyShardForwardInputs(TrainingMixin, FSDPTestMultiThread):
@@ -1113,13 +1135,13 @@ class TestFullyShardNDTraining(StacksMixin, FSDPTest):
         shards, rest = divmod(self.world_size, 2 * replicas * tp_size)  # two ranks divide the experts
         skip_unless([lambda: f"needs a multiple of {2 * replicas * tp_size} ranks" if shards == 0 or rest else None])
         names = ("replicate", "shard", "expert", "tensor")
-        meshes = experts.split(self._mesh(replicas, shards, 2, tp_size, names=names))
+        meshes = expert_meshes(self._mesh(replicas, shards, 2, tp_size, names=names))
         manual_seed(42)
         model = tiny_transformer(n_layers=2, vocab_size=32, num_experts=8, weight_tying=False).to(self.device)
         ref_model = copy.deepcopy(model)
         tp_mesh = meshes.tensor if tp_size > 1 else None
         Transformer.parallelize(model, tp_mesh, use_seq_parallel=False, ep_mesh=meshes.expert_parallel)
-        experts.shard(model, meshes, reshard)
+        shard_experts(model, meshes, reshard)
         for layer in model.layers:
             sizes = [group.mesh_info.mesh.size() for group in internals.groups_in(layer)]
             self.assertEqual(sorted(sizes), [meshes.experts.size(), meshes.dense.size()])
@@ -1129,7 +1151,7 @@ class TestFullyShardNDTraining(StacksMixin, FSDPTest):
             ref_model,
             model,
             lambda: self._tokens(2, 8, vocab_size=32),
-            average=functools.partial(experts.average, meshes=meshes),
+            average=functools.partial(average_with_experts, meshes=meshes),
             data_rank=meshes.data.get_local_rank(),
             iterations=FEW,
         )

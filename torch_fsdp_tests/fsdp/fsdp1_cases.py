@@ -9,8 +9,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import CPUOffload
 
 from torch_fsdp_tests.common_distributed import ranks_of
@@ -60,24 +58,3 @@ def states_may_be_synced() -> AbstractContextManager[None]:
     name = "_check_module_states_for_sync_module_states"
     check = getattr(internals.fsdp1_init, name)
     return swapped(functools.partial(setattr, internals.fsdp1_init, name), check, lambda states: None)
-
-
-class TwoLayers(nn.Module):
-    """``b`` runs on the output of ``a``, or does not run at all."""
-
-    def __init__(self, use_second_layer: bool) -> None:
-        super().__init__()
-        self.a = nn.Linear(10, 10)
-        self.b = nn.Linear(10, 10)
-        self.use_second_layer = use_second_layer
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        y = self.a(x)
-        return (y, self.b(y)) if self.use_second_layer else (y, None)
-
-
-def mean_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """The mean in the tensor's dtype. It divides before it adds, since the sum may not fit into float16."""
-    total = tensor.clone() / dist.get_world_size()
-    dist.all_reduce(total)
-    return total

@@ -1,4 +1,4 @@
-"""Models for tests of FSDP2, with grouped modules, shared parameters or unusual calls."""
+"""Small models that several test files use, whose arguments say which of their layers run."""
 
 from __future__ import annotations
 
@@ -58,58 +58,6 @@ class ChunkedHeadModel(nn.Module):
         return torch.stack(losses).sum().detach()
 
 
-class RaisesOnDemand(nn.Module):
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self.raises = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.raises:
-            raise ZeroDivisionError("on demand")
-        return self.module(x)
-
-
-class CallsHead(nn.Linear):
-    """A layer that can also call a head. It returns its own output, and keeps the head's output."""
-
-    kept: torch.Tensor
-
-    def forward(self, x: torch.Tensor, head: nn.Module | None = None) -> torch.Tensor:
-        output = super().forward(x)
-        if head is not None:
-            self.kept = head(output)
-        return output
-
-
-class BodyAndHead(nn.Module):
-    """A model in which ``body`` and ``head`` are to be one group. ``how`` says how the head is used."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-        self.embed, self.body, self.head = nn.Linear(8, 8), CallsHead(8, 8), nn.Linear(8, 8)
-        self.head.requires_grad_(how != "frozen")
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.how.startswith("called"):
-            output = self.body(self.embed(x), self.head)
-            return output + self.body.kept + (self.head(output) if self.how == "called twice" else 0)
-        output, other = self.body(self.embed(x)), self.head(x)
-        return output if self.how == "not in the loss" else output + other
-
-
-class TiedModel(nn.Module):
-    def __init__(self, vocab_size: int, dim: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocab_size, dim)
-        self.head = nn.Linear(dim, vocab_size, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embed(ids))
-
-
 class TwoBranches(nn.Module):
     """Two layers of the same size. The arguments of each forward say which of them to use."""
 
@@ -119,3 +67,17 @@ class TwoBranches(nn.Module):
 
     def forward(self, x: torch.Tensor, *branches: str) -> torch.Tensor:
         return torch.stack([getattr(self, branch)(x) for branch in branches]).sum(0)
+
+
+class TwoLayers(nn.Module):
+    """``b`` runs on the output of ``a``, or does not run at all."""
+
+    def __init__(self, use_second_layer: bool) -> None:
+        super().__init__()
+        self.a = nn.Linear(10, 10)
+        self.b = nn.Linear(10, 10)
+        self.use_second_layer = use_second_layer
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        y = self.a(x)
+        return (y, self.b(y)) if self.use_second_layer else (y, None)

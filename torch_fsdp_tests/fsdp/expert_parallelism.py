@@ -10,7 +10,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 from torch_fsdp_tests.fsdp import internals
-from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.training import shard_each
 
 
@@ -24,7 +23,7 @@ class Meshes(NamedTuple):
     tensor: DeviceMesh
 
 
-def split(whole: DeviceMesh) -> Meshes:
+def expert_meshes(whole: DeviceMesh) -> Meshes:
     """Return the submeshes of a mesh with the dimensions "replicate", "shard", "expert" and "tensor"."""
     data = whole["replicate", "shard", "expert"]._flatten("data")
     dense, experts = whole["shard", "expert"]._flatten("dense"), whole["shard"]
@@ -39,7 +38,7 @@ def _info(mesh: DeviceMesh) -> Any:
     return internals.fsdp2_common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
-def shard(model: Any, meshes: Meshes, reshard_others: bool | int) -> None:
+def shard_experts(model: Any, meshes: Meshes, reshard_others: bool | int) -> None:
     """Shard the experts over ``meshes.experts``, and all else over ``meshes.dense``. Layers reshard after forward."""
     dense, experts = _info(meshes.dense), _info(meshes.experts)
 
@@ -51,11 +50,3 @@ def shard(model: Any, meshes: Meshes, reshard_others: bool | int) -> None:
         fully_shard(layer, mesh=meshes.dense, shard_placement_fn=placement, reshard_after_forward=True)
     others = [model.tok_embeddings, model.pos_embeddings, [model.norm, model.output], model]
     shard_each(others, mesh=meshes.dense, reshard_after_forward=reshard_others)
-
-
-def average(ref_model: Any, meshes: Meshes) -> None:
-    """Average the gradients as FSDP does. Gradients of experts are sums over the expert-parallel ranks."""
-    average_gradients(ref_model, meshes.data.get_group())
-    for layer in ref_model.layers:
-        for param in layer.expert_layer.parameters():
-            param.grad.mul_(meshes.expert_parallel.size())
