@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,36 +20,97 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
 
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_distributed.requirements import requires_capability
-from torch_fsdp_tests.common_fsdp import MLP, DEVICEInitMode
+from torch_fsdp_tests.common_fsdp import MLP, DEVICEInitMode, FSDPInitMode, FSDPTest, TransformerWithSharedParams
 from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import one_by_one, pairwise_cases, subtests
-from torch_fsdp_tests.fsdp.references import average_gradients, data_parallel, named
+from torch_fsdp_tests.fsdp.references import average_gradients, data_parallel, named, of_all_ranks
 from torch_fsdp_tests.installed_torch import torch_names
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.fsdp.orig_params import (
-    FULL_SHARD,
-    LAYERS,
-    NO_SHARD,
-    SHARD_GRAD_OP,
-    STRATEGIES,
-    UseOrigParamsTest,
-    flattened,
-)
 
 dynamo_testing = torch_names.module("torch._dynamo.testing")
 inductor_config = torch_names.module("torch._inductor.config")
 triton = torch_names.module("torch.utils._triton")
 
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+)
+STRATEGIES = {"no_shard": NO_SHARD, "shard_grad_op": SHARD_GRAD_OP, "full_shard": FULL_SHARD}
+LAYERS = ModuleWrapPolicy({nn.TransformerEncoderLayer, nn.TransformerDecoderLayer})
 LINEARS = ModuleWrapPolicy({nn.Linear})
 
 # The gradient of the attention's key bias is zero except for rounding errors. Adam makes a full step for any gradient
 # that is not small compared to eps. This large eps prevents that, and it also makes gradients of a wrong size visible.
 EPS = 1e-3
+
+Tensors = dict[str, "torch.Tensor | None"]
+
+
+def flattened(tensors: Tensors) -> Tensors:
+    return {name: None if tensor is None else tensor.detach().flatten().cpu() for name, tensor in tensors.items()}
+
+
+class UseOrigParamsTest(FSDPTest):
+    """A test case with a transformer, and comparisons of gradients and parameters with a reference such as DDP."""
+
+    world_size = 2
+
+    @property
+    def num_iters(self) -> int:
+        """Ten on devices with streams. Elsewhere four: ``zero_grad`` runs twice before forward and twice after it."""
+        return 10 if accelerator.current().has("streams") else 4
+
+    @functools.cached_property
+    def _plain(self) -> nn.Module:
+        """A transformer before its move to the device. One layer of each kind is enough for these tests."""
+        model = TransformerWithSharedParams.init(
+            self.process_group, FSDPInitMode.NO_FSDP, DEVICEInitMode.DEVICE_AFTER, deterministic=True
+        )
+        for side in (model.transformer.encoder, model.transformer.decoder):
+            del side.layers[1:]
+        return model
+
+    def _transformer(self, **fsdp_kwargs: Any) -> nn.Module:
+        """A transformer with the same initial values on all ranks, plain or with an FSDP instance for each layer."""
+        model = copy.deepcopy(self._plain).to(self.device)
+        return FSDP(model, auto_wrap_policy=LAYERS, **fsdp_kwargs) if fsdp_kwargs else model
+
+    def _tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A batch that differs by rank."""
+        generator = torch.Generator().manual_seed(1 + self.rank)
+        source, target = (torch.randint(23, (length, 2), generator=generator) for length in (6, 4))
+        return source.to(self.device), target.to(self.device)
+
+    def _joined(self, tensors: Tensors) -> Tensors:
+        """Concatenate the local shards of each tensor in rank order. A tensor is None if no rank has a shard."""
+        mine = flattened(tensors)
+        of_all = of_all_ranks(mine)
+        self.assertEqual([list(pieces) for pieces in of_all], [list(mine)] * self.world_size)
+        joined: Tensors = {}
+        for name in mine:
+            pieces = [piece for other in of_all if (piece := other[name]) is not None]
+            joined[name] = torch.cat(pieces) if pieces else None
+        return joined
+
+    def assert_same_grads(self, model: nn.Module, reference: nn.Module, strategy: ShardingStrategy) -> None:
+        """Compare gradients with the reference by name. Gradients are unsharded under NO_SHARD, otherwise sharded."""
+        actual, expected = ({name: param.grad for name, param in named(each).items()} for each in (model, reference))
+        self.assertTrue(any(grad is not None for grad in expected.values()))
+        self.assertEqual(flattened(actual) if strategy is NO_SHARD else self._joined(actual), flattened(expected))
+
+    def assert_same_full_params(self, model: nn.Module, *others: nn.Module, writeback: bool = False) -> None:
+        """Unsharded parameters must equal those of the other models by name. The others need not be FSDP models."""
+        full = []
+        for each in (model, *others):
+            with FSDP.summon_full_params(each, writeback=writeback):
+                full.append({name: param.detach().clone() for name, param in named(each).items()})
+        self.assertGreater(len(full[0]), 0)
+        for other in full[1:]:
+            self.assertEqual(full[0], other, exact_device=False)
 
 
 class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffload
+from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_distributed.requirements import requires_capability
+from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.fsdp.orig_params import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, STRATEGIES, UseOrigParamsTest
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+)
 
 
-class TestFSDPUseOrigParamsUnshardReshard(UseOrigParamsTest):
+class TestFSDPUseOrigParamsUnshardReshard(FSDPTest):
+    world_size = 2
+
     @requires_capability("device_memory")
     @skip_if_lt_x_gpu(2)
-    @subtests(strategy=list(STRATEGIES.values()))
+    @subtests(strategy=[NO_SHARD, SHARD_GRAD_OP, FULL_SHARD])
     def test_forward_without_backward_with_offload(self, strategy):
         """The gradients of a forward are right if the forward before it had no backward."""
         torch.manual_seed(0)
