@@ -10,10 +10,8 @@ import copy
 import dataclasses
 import functools
 import re
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,10 +46,8 @@ from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import average
 from torch_fsdp_tests.fsdp.seeded import uniform
+from torch_fsdp_tests.fsdp.state_dict_pairs import Optimizers, Pair, StateDictTest
 from torch_fsdp_tests.fsdp.training import shard_each, train
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.checkpoint.pairs import Pair, StateDictTest
 
 DIM = 7  # odd, so that two ranks have unequal shards
 FULL = StateDictOptions(full_state_dict=True)
@@ -69,8 +65,9 @@ def checkpointed(model: nn.Module) -> nn.Module:
 
 class TestStateDict(StateDictTest):
     def _composite(self, seed: int, distribute: Callable[[Any], Any], optim_cls: type, **kwargs: Any) -> Pair:
+        """A pair of upstream's model; ``kwargs`` are those of :class:`Optimizers`."""
         manual_seed(seed)
-        return self._pair(CompositeParamModel(self.device, DIM), distribute, optim_cls, width=DIM, **kwargs)
+        return self._pair(CompositeParamModel(self.device, DIM), distribute, Optimizers(optim_cls, **kwargs), width=DIM)
 
     def _fsdp1(self, model: nn.Module, **kwargs: Any) -> FSDP:
         kwargs = {"auto_wrap_policy": ModuleWrapPolicy({UnitModule}), "use_orig_params": True, **kwargs}
@@ -272,7 +269,7 @@ class TestStateDict(StateDictTest):
             plain = CompositeParamModel(self.device, DIM)
             for unit in (plain.u1, plain.u2):
                 unit.requires_grad_(False)
-            return self._pair(plain, distribute, optimizer_class, width=DIM)
+            return self._pair(plain, distribute, Optimizers(optimizer_class), width=DIM)
 
         self._test_save_load(init)
         pair = init(0)
@@ -510,7 +507,7 @@ class TestStateDict(StateDictTest):
         def init(seed: int) -> Pair:
             manual_seed(seed)
             plain = TiedModel(self.device)
-            return self._pair(plain, distribute, torch.optim.AdamW, width=DIM)
+            return self._pair(plain, distribute, Optimizers(torch.optim.AdamW), width=DIM)
 
         self._test_save_load(init, flatten)
 

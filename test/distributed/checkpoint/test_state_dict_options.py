@@ -8,13 +8,13 @@ import dataclasses
 import functools
 import gc
 import re
-import sys
 import time
 import weakref
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.checkpoint.state_dict import (
@@ -48,11 +48,9 @@ from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import of_all_ranks
 from torch_fsdp_tests.fsdp.seeded import uniform
+from torch_fsdp_tests.fsdp.state_dict_pairs import Optimizers, Pair, StateDictOptionsTest, optimizer
 from torch_fsdp_tests.fsdp.training import shard_each, train
 from torch_fsdp_tests.installed_torch import torch_facts, torch_names
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.checkpoint.pairs import Pair, StateDictOptionsTest, optimizer
 
 FULL = StateDictOptions(full_state_dict=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -149,6 +147,24 @@ WRAPPERS = [
 
 
 class TestStateDictOptions(StateDictOptionsTest):
+    def _agreed(self, load: Callable[[], Any], broadcasts: bool = False) -> str:
+        """The name of the exception that all ranks raise, or "loaded", or a text that says that the ranks disagree.
+
+        The ranks also disagree if one rank raises before a broadcast in which the others wait. With ``broadcasts`` the
+        rank that raised joins the broadcast with an empty value, so that the others do not wait forever.
+        """
+        original = internals.dsd._broadcast_state_dict
+        with torch_names.patched(internals.dsd, "_broadcast_state_dict", side_effect=original) as broadcast:
+            try:
+                load()
+                outcome = "loaded"
+            except Exception as error:
+                outcome = type(error).__name__
+        if broadcasts and not broadcast.called:
+            dist.broadcast_object_list([{}], src=0)
+        outcomes = set(of_all_ranks((outcome, broadcast.called)))
+        return outcome if len(outcomes) == 1 else f"the ranks disagree: {sorted(outcomes)}"
+
     # --- Tensors ---
 
     @skip_if_lt_x_gpu(2)
@@ -742,7 +758,10 @@ class TestStateDictOptions(StateDictOptionsTest):
         """Each of several optimizers loads its own settings, and its own states as shards."""
         pair, other = (
             self._pair(
-                self._plain(seed), self._layers, split=lambda model: [each.parameters() for each in model], width=4
+                self._plain(seed),
+                self._layers,
+                Optimizers(split=lambda model: [each.parameters() for each in model]),
+                width=4,
             )
             for seed in range(2)
         )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +16,7 @@ from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import NO_DEFECT, torch_defect
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.seeded import uniform
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.checkpoint.pairs import StateDictOptionsTest
+from torch_fsdp_tests.fsdp.state_dict_pairs import StateDictOptionsTest
 
 FULL = StateDictOptions(full_state_dict=True)
 

@@ -10,9 +10,7 @@ import contextlib
 import copy
 import functools
 import os
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,10 +48,8 @@ from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import of_all_ranks
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
+from torch_fsdp_tests.fsdp.state_dict_pairs import Pair, optimizer
 from torch_fsdp_tests.fsdp.training import loss_of, shard_each, train
-
-sys.path.insert(0, str(Path(__file__).parents[3]))
-from distributed.checkpoint.pairs import Pair, optimizer
 
 FULL = StateDictOptions(full_state_dict=True)
 FULL_ON_HOST = StateDictOptions(full_state_dict=True, cpu_offload=True)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -23,13 +22,11 @@ from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import manual_seed
 from torch_fsdp_tests.distributed.common_state_dict import EXACT, StateDict, VerifyStateDictMixin
-from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.optimizers import fused_on_host
-from torch_fsdp_tests.fsdp.references import average_gradients, of_all_ranks
+from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.seeded import uniform
 from torch_fsdp_tests.fsdp.training import shard_each, train
-from torch_fsdp_tests.installed_torch import torch_names
 
 
 def optimizer(cls: type, params: Iterable[Any], **settings: Any) -> Any:
@@ -37,6 +34,19 @@ def optimizer(cls: type, params: Iterable[Any], **settings: Any) -> Any:
     # With the default eps, the rounding error of a gradient near zero would change Adam's step by its full size.
     adam = {} if issubclass(cls, torch.optim.SGD) else {"eps": 1e-3, "weight_decay": 0.1, **fused_on_host()}
     return cls(params, lr=0.02, **(adam | settings))
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizers:
+    """The class and the settings of a pair's optimizers. ``split`` returns the parameters of each one of a model."""
+
+    cls: type = torch.optim.Adam
+    split: Callable[[Any], Sequence[Iterable[nn.Parameter]]] = lambda model: [model.parameters()]
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def of(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """One optimizer, of these parameters."""
+        return optimizer(self.cls, params, **self.settings)
 
 
 @dataclasses.dataclass
@@ -91,18 +101,16 @@ class StateDictTest(VerifyStateDictMixin, FSDPTest):
         self,
         plain: nn.Module,
         distribute: Callable[[Any], Any],
-        optim_cls: type = torch.optim.Adam,
-        split: Callable[[Any], Sequence[Iterable[nn.Parameter]]] = lambda model: [model.parameters()],
-        settings: Mapping[str, Any] = {},
-        **kwargs: Any,
+        optimizers: Optimizers = Optimizers(),
+        *,
+        width: int,
+        data_rank: int | None = None,
     ) -> Pair:
-        """The plain model and a copy to which ``distribute`` was applied. ``split`` returns the parameters of each of
-        the copy's optimizers. ``settings`` are arguments of all optimizers.
-        """
+        """The plain model, and a copy to which ``distribute`` was applied. By default each rank has its own data."""
         model = distribute(copy.deepcopy(plain))
-        optims = [optimizer(optim_cls, params, **settings) for params in split(model)]
-        kwargs = {"data_rank": self.rank, **kwargs}
-        return Pair(plain, optimizer(optim_cls, plain.parameters(), **settings), model, optims, **kwargs)
+        optims = [optimizers.of(params) for params in optimizers.split(model)]
+        data_rank = self.rank if data_rank is None else data_rank
+        return Pair(plain, optimizers.of(plain.parameters()), model, optims, data_rank, width)
 
     def _verify_pair(self, pair: Pair, msd: StateDict, osd: StateDict, **kwargs: Any) -> None:
         """Compare both state dicts with those of the plain model; ``kwargs`` are those of :meth:`_verify_msd`."""
@@ -117,7 +125,7 @@ class StateDictTest(VerifyStateDictMixin, FSDPTest):
 
 
 class StateDictOptionsTest(StateDictTest):
-    """Pairs of small models, the state dict that each rank loads, and a check that all ranks have the same outcome."""
+    """Pairs of small models, and the state dict that each rank loads."""
 
     def _plain(self, seed: int = 0) -> nn.Sequential:
         """Two layers with unequal shards."""
@@ -128,7 +136,7 @@ class StateDictOptionsTest(StateDictTest):
         return shard_each((*model.children(), model), mesh=make_mesh(self.world_size))
 
     def _small(self, seed: int = 0, optim_cls: type = torch.optim.Adam, trained: bool = True) -> Pair:
-        pair = self._pair(self._plain(seed), self._layers, optim_cls, width=4)
+        pair = self._pair(self._plain(seed), self._layers, Optimizers(optim_cls), width=4)
         if trained:
             pair.train(range(2))
             for optim in pair.optims:
@@ -142,21 +150,3 @@ class StateDictOptionsTest(StateDictTest):
     def _given(self, state_dict: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:
         """This rank's state dict for a load with these options."""
         return self._on_rank_0(state_dict) if options.broadcast_from_rank0 else state_dict
-
-    def _agreed(self, load: Callable[[], Any], broadcasts: bool = False) -> str:
-        """The name of the exception that all ranks raise, or "loaded", or a text that says that the ranks disagree.
-
-        The ranks also disagree if one rank raises before a broadcast in which the others wait. With ``broadcasts`` the
-        rank that raised joins the broadcast with an empty value, so that the others do not wait forever.
-        """
-        original = internals.dsd._broadcast_state_dict
-        with torch_names.patched(internals.dsd, "_broadcast_state_dict", side_effect=original) as broadcast:
-            try:
-                load()
-                outcome = "loaded"
-            except Exception as error:
-                outcome = type(error).__name__
-        if broadcasts and not broadcast.called:
-            dist.broadcast_object_list([{}], src=0)
-        outcomes = set(of_all_ranks((outcome, broadcast.called)))
-        return outcome if len(outcomes) == 1 else f"the ranks disagree: {sorted(outcomes)}"
