@@ -8,15 +8,14 @@ only its rows of the batch.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import gc
 import math
 import re
-import sys
 import warnings
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -41,16 +40,10 @@ from torch_fsdp_tests.common_fsdp import DEVICEInitMode, FSDPInitMode, Transform
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.internals import checkpoint_wrapping, sharded_tensors
-from torch_fsdp_tests.fsdp.references import average
-from torch_fsdp_tests.installed_torch import torch_facts, torch_names
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.fsdp.optim_states import (
+from torch_fsdp_tests.fsdp.optim_states import (
     FULL,
     FULL_EVERYWHERE,
     FULL_ON_RANK_0,
-    SCATTER_FULL,
-    SHARD_FULL,
     SHARDED,
     SHARDS,
     Group,
@@ -58,18 +51,14 @@ from distributed.fsdp.optim_states import (
     OptimStateTest,
     TestDummyModel,
     Training,
-    Way,
-    broadcast,
-    by_full_state,
-    by_settings,
-    by_shards,
-    every_second_rank,
     full_with_orig_params,
     gathered,
+    group_of,
     load_into,
-    moments_of,
     set_state_dict_type,
 )
+from torch_fsdp_tests.fsdp.references import average
+from torch_fsdp_tests.installed_torch import torch_facts, torch_names
 
 optimizers = torch_names.module("torch.distributed.optim")
 
@@ -81,6 +70,84 @@ OTHER = {"use_multiple_param_groups": True, "wrap_alt": True, "use_diff_optim_in
 
 # One whose state is saved; one that loads it, or None on ranks outside its group; and one without FSDP.
 Models: TypeAlias = "tuple[Training, Training | None, Training]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A pair of FSDP functions: one saves optimizer state, the other converts it for another model's optimizer."""
+
+    name: str
+    save: Callable[[Training], dict[str, Any]]
+    convert: Callable[[dict[str, Any], Training], dict[str, Any]]
+    rank0_only: bool = False  # whether the other ranks save nothing
+
+
+def by_settings(settings: StateDictSettings) -> Way:
+    """``optim_state_dict`` and ``optim_state_dict_to_load``, with these state dict settings."""
+
+    def save(training: Training) -> dict[str, Any]:
+        set_state_dict_type(training.model, settings)
+        return FSDP.optim_state_dict(training.model, training.optim, group=training.group)
+
+    def convert(osd: dict[str, Any], training: Training) -> dict[str, Any]:
+        return FSDP.optim_state_dict_to_load(training.model, training.optim, osd, group=training.group)
+
+    return Way(str(settings), save, convert, getattr(settings.optim_state_dict_config, "rank0_only", False))
+
+
+def by_full_state(use_optim_input: bool, scatter: bool = False) -> Way:
+    """The older functions for a full optimizer state, which rank 0 has. Rank 0 broadcasts it, or with ``scatter``
+    scatters its shards.
+
+    With ``use_optim_input`` the functions get the optimizer's parameters instead of the optimizer.
+    """
+
+    def save(training: Training) -> dict[str, Any]:
+        optim_input = training.optim_input if use_optim_input else None
+        return FSDP.full_optim_state_dict(training.model, training.optim, optim_input, group=training.group)
+
+    def convert(osd: dict[str, Any], training: Training) -> dict[str, Any]:
+        optim = training.optim_argument(use_optim_input)
+        if not scatter:
+            return FSDP.shard_full_optim_state_dict(broadcast(osd, training.group), training.model, **optim)
+        on_rank_0 = osd if dist.get_rank(training.group) == 0 else None
+        return FSDP.scatter_full_optim_state_dict(on_rank_0, training.model, group=training.group, **optim)
+
+    return Way(f"full state, {use_optim_input=}, {scatter=}", save, convert, rank0_only=True)
+
+
+def by_shards() -> Way:
+    """The older functions for a sharded optimizer state: each rank saves its shards and flattens them for a load."""
+
+    def save(training: Training) -> dict[str, Any]:
+        return FSDP.sharded_optim_state_dict(training.model, training.optim, group=training.group)
+
+    def convert(osd: dict[str, Any], training: Training) -> dict[str, Any]:
+        return FSDP.flatten_sharded_optim_state_dict(osd, training.model, training.optim)
+
+    return Way("shards", save, convert)
+
+
+# The older functions, called with the optimizer and with its parameters, and then the functions that replaced them.
+SHARD_FULL = [by_full_state(False), by_full_state(True), by_settings(FULL_EVERYWHERE)]
+SCATTER_FULL = [by_full_state(False, scatter=True), by_full_state(True, scatter=True), by_settings(FULL_ON_RANK_0)]
+
+
+def every_second_rank() -> Group:
+    return group_of(range(0, dist.get_world_size(), 2))
+
+
+def broadcast(osd: dict[str, Any], group: Group = None) -> dict[str, Any]:
+    """Rank 0's state, on every rank."""
+    objects = [osd]
+    dist.broadcast_object_list(objects, src=0, group=group)
+    return objects[0]
+
+
+def moments_of(osd: dict[str, Any]) -> list[Any]:
+    """The states that have the shape of their parameter, which are all but the step counts."""
+    values = [value for states in osd["state"].values() for value in states.values()]
+    return [value for value in values if torch.is_tensor(value) and value.dim() > 0]
 
 
 def live_storages() -> dict[int, torch.UntypedStorage]:

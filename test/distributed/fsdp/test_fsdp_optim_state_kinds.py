@@ -5,8 +5,6 @@ states of only some parameters.
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,11 +17,7 @@ from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp.combinations import subtests
-from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters
-from torch_fsdp_tests.fsdp.seeded import filled, uniform
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.fsdp.optim_states import (
+from torch_fsdp_tests.fsdp.optim_states import (
     FULL,
     OptimStateTest,
     Training,
@@ -31,6 +25,8 @@ from distributed.fsdp.optim_states import (
     load_into,
     set_state_dict_type,
 )
+from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters
+from torch_fsdp_tests.fsdp.seeded import filled, uniform
 
 
 class StoredInBfloat16(torch.Tensor):

@@ -1,4 +1,4 @@
-"""Helpers for tests of FSDP1's optimizer states: models, and pairs of functions that save and load these states."""
+"""Helpers for tests of FSDP1's optimizer states: models, their training, and comparisons of saved states."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed.common_state_dict import copied
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.references import average, full_parameters
+from torch_fsdp_tests.fsdp.seeded import normal
 
 BATCH = 8
 Group: TypeAlias = "dist.ProcessGroup | None"
@@ -38,17 +39,12 @@ FULL_ON_RANK_0 = StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDi
 SHARDS = StateDictSettings(SHARDED, ShardedStateDictConfig(), ShardedOptimStateDictConfig())
 
 
-def normal(seed: int, *shape: int) -> torch.Tensor:
-    """Random numbers from a separate generator. ``torch.manual_seed`` is slower, because it records a stack trace."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 class Bias(nn.Module):
     """Adds a vector."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.bias = nn.Parameter(normal(0, dim))
+        self.bias = nn.Parameter(normal(dim, seed=0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.bias
@@ -65,7 +61,7 @@ class BlockA(_Block):
     def __init__(self, in_dim: int, out_dim: int) -> None:
         super().__init__()
         self.bias_module0 = Bias(out_dim)
-        self.weight = nn.Parameter(normal(0, in_dim, out_dim))
+        self.weight = nn.Parameter(normal(in_dim, out_dim, seed=0))
         self.bias_module1 = Bias(out_dim)
 
 
@@ -74,7 +70,7 @@ class BlockB(_Block):
 
     def __init__(self, in_dim: int, out_dim: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(normal(0, in_dim, out_dim))
+        self.weight = nn.Parameter(normal(in_dim, out_dim, seed=0))
         self.bias_module0 = Bias(out_dim)
         self.bias_module1 = Bias(out_dim)
 
@@ -88,7 +84,7 @@ class NestedModel(nn.Module):
         super().__init__()
         self.block0 = BlockB(5, 3)
         self.block1 = BlockB(3, 7)
-        self.bias = nn.Parameter(normal(0, 5))
+        self.bias = nn.Parameter(normal(5, seed=0))
         self.block2 = nn.Sequential(BlockA(7, 9), BlockA(9, 9), BlockB(9, 5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -130,19 +126,6 @@ class NestedModel(nn.Module):
         ]
 
 
-class TwoBlocks(nn.Sequential):
-    """One block and one bias of the other block are FSDP instances. Four ranks shard both of them unevenly."""
-
-    features = 5
-
-    def __init__(self) -> None:
-        super().__init__(BlockB(5, 3), BlockA(3, 5))
-
-    def wrap(self, **kwargs: Any) -> None:
-        self[0] = FSDP(self[0], **kwargs)
-        self[1].bias_module0 = FSDP(self[1].bias_module0, **kwargs)
-
-
 class TestDummyModel(nn.Module):
     """Four small linear layers. ``no_grad`` freezes the first one."""
 
@@ -179,62 +162,6 @@ class Training:
         return {"optim_input": self.optim_input} if use_optim_input else {"optim": self.optim}
 
 
-@dataclasses.dataclass(frozen=True)
-class Way:
-    """A pair of FSDP functions: one saves optimizer state, the other converts it for another model's optimizer."""
-
-    name: str
-    save: Callable[[Training], dict[str, Any]]
-    convert: Callable[[dict[str, Any], Training], dict[str, Any]]
-    rank0_only: bool = False  # whether the other ranks save nothing
-
-
-def by_settings(settings: StateDictSettings) -> Way:
-    """``optim_state_dict`` and ``optim_state_dict_to_load``, with these state dict settings."""
-
-    def save(training: Training) -> dict[str, Any]:
-        set_state_dict_type(training.model, settings)
-        return FSDP.optim_state_dict(training.model, training.optim, group=training.group)
-
-    def convert(osd: dict[str, Any], training: Training) -> dict[str, Any]:
-        return FSDP.optim_state_dict_to_load(training.model, training.optim, osd, group=training.group)
-
-    return Way(str(settings), save, convert, getattr(settings.optim_state_dict_config, "rank0_only", False))
-
-
-def by_full_state(use_optim_input: bool, scatter: bool = False) -> Way:
-    """The older functions for a full optimizer state, which rank 0 has. Rank 0 broadcasts it, or with ``scatter``
-    scatters its shards.
-
-    With ``use_optim_input`` the functions get the optimizer's parameters instead of the optimizer.
-    """
-
-    def save(training: Training) -> dict[str, Any]:
-        optim_input = training.optim_input if use_optim_input else None
-        return FSDP.full_optim_state_dict(training.model, training.optim, optim_input, group=training.group)
-
-    def convert(osd: dict[str, Any], training: Training) -> dict[str, Any]:
-        optim = training.optim_argument(use_optim_input)
-        if not scatter:
-            return FSDP.shard_full_optim_state_dict(broadcast(osd, training.group), training.model, **optim)
-        on_rank_0 = osd if dist.get_rank(training.group) == 0 else None
-        return FSDP.scatter_full_optim_state_dict(on_rank_0, training.model, group=training.group, **optim)
-
-    return Way(f"full state, {use_optim_input=}, {scatter=}", save, convert, rank0_only=True)
-
-
-def by_shards() -> Way:
-    """The older functions for a sharded optimizer state: each rank saves its shards and flattens them for a load."""
-
-    def save(training: Training) -> dict[str, Any]:
-        return FSDP.sharded_optim_state_dict(training.model, training.optim, group=training.group)
-
-    def convert(osd: dict[str, Any], training: Training) -> dict[str, Any]:
-        return FSDP.flatten_sharded_optim_state_dict(osd, training.model, training.optim)
-
-    return Way("shards", save, convert)
-
-
 def set_state_dict_type(model: nn.Module, settings: StateDictSettings) -> None:
     FSDP.set_state_dict_type(
         model, settings.state_dict_type, settings.state_dict_config, settings.optim_state_dict_config
@@ -255,23 +182,6 @@ def group_of(ranks: range) -> Group:
     return None if len(ranks) == dist.get_world_size() else dist.new_group(list(ranks))
 
 
-def every_second_rank() -> Group:
-    return group_of(range(0, dist.get_world_size(), 2))
-
-
-def broadcast(osd: dict[str, Any], group: Group = None) -> dict[str, Any]:
-    """Rank 0's state, on every rank."""
-    objects = [osd]
-    dist.broadcast_object_list(objects, src=0, group=group)
-    return objects[0]
-
-
-def moments_of(osd: dict[str, Any]) -> list[Any]:
-    """The states that have the shape of their parameter, which are all but the step counts."""
-    values = [value for states in osd["state"].values() for value in states.values()]
-    return [value for value in values if torch.is_tensor(value) and value.dim() > 0]
-
-
 def load_into(optim: torch.optim.Optimizer, osd: dict[str, Any]) -> None:
     """Load copies of the states of ``osd``. ``test_steps_are_apart`` shows the shared step counts that need copies."""
     state = {
@@ -280,11 +190,6 @@ def load_into(optim: torch.optim.Optimizer, osd: dict[str, Any]) -> None:
     }
     optim.state.clear()
     optim.load_state_dict({**osd, "state": state})
-
-
-# The older functions, called with the optimizer and with its parameters, and then the functions that replaced them.
-SHARD_FULL = [by_full_state(False), by_full_state(True), by_settings(FULL_EVERYWHERE)]
-SCATTER_FULL = [by_full_state(False, scatter=True), by_full_state(True, scatter=True), by_settings(FULL_ON_RANK_0)]
 
 
 def gathered(state: Any, group: Group = None) -> Any:
@@ -329,7 +234,7 @@ class OptimStateTest(FSDPTest):
             source, target = torch.randint(23, (10, BATCH), generator=torch.Generator().manual_seed(seed)).split([6, 4])
             ids = [tokens.chunk(size, dim=1)[rank].to(self.device) for tokens in (source, target)]
             return F.cross_entropy(model(*ids).flatten(0, -2), ids[1].flatten())
-        rows = normal(seed, BATCH, model.features).chunk(size)[rank].to(self.device)
+        rows = normal(BATCH, model.features, seed=seed).chunk(size)[rank].to(self.device)
         return model(rows).sum() / len(rows)
 
     def _train(self, training: Training, iterations: int = 1) -> list[torch.Tensor]:
