@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 
 from torch.distributed.fsdp import ShardingStrategy
 
@@ -13,11 +11,9 @@ from torch_fsdp_tests.common_fsdp import FSDPTestContinuous
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.fsdp1_state_dicts import FORMS, StateDictMixin, summoned
 from torch_fsdp_tests.fsdp.internals import clean_name
 from torch_fsdp_tests.installed_torch import torch_names
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.fsdp.state_dicts import FORMS, StateDictMixin, summoned
 
 unshard_utils = torch_names.module("torch.distributed.fsdp._unshard_param_utils")
 

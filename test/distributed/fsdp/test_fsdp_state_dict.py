@@ -11,10 +11,8 @@ import copy
 import functools
 import io
 import math
-import sys
 import unittest
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -43,6 +41,7 @@ from torch_fsdp_tests.common_fsdp import (
     SkipModel,
     TransformerWithSharedParams,
     _assert_module_states,
+    _broadcast_state_dict,
     _zero_model,
 )
 from torch_fsdp_tests.common_utils import decorateIf, instantiate_parametrized_tests, parametrize, run_tests
@@ -50,26 +49,21 @@ from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
-from torch_fsdp_tests.fsdp.internals import checkpoint_wrapping, sharded_tensors
-from torch_fsdp_tests.fsdp.meshes import make_mesh
-from torch_fsdp_tests.fsdp.references import data_parallel, named
-from torch_fsdp_tests.fsdp.seeded import filled
-from torch_fsdp_tests.installed_torch import torch_names
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.fsdp.state_dicts import (
+from torch_fsdp_tests.fsdp.fsdp1_cases import states_may_be_synced
+from torch_fsdp_tests.fsdp.fsdp1_state_dicts import (
     FORMS,
     KINDS,
     UNFLATTENED,
     StateDict,
     StateDictMixin,
     gathered,
-    make_nonzero,
-    square,
     summoned,
 )
-
-from torch_fsdp_tests.fsdp.fsdp1_cases import states_may_be_synced
+from torch_fsdp_tests.fsdp.internals import checkpoint_wrapping, sharded_tensors
+from torch_fsdp_tests.fsdp.meshes import make_mesh
+from torch_fsdp_tests.fsdp.references import data_parallel, named
+from torch_fsdp_tests.fsdp.seeded import filled
+from torch_fsdp_tests.installed_torch import torch_names
 
 remote_device = torch_names.module("torch.distributed.remote_device")
 sharded_metadata = torch_names.module("torch.distributed._shard.sharded_tensor.metadata")
@@ -94,6 +88,26 @@ skip_unsupported = unittest.skip(
     "only full state dicts can be on rank 0 alone, and flat shards need use_orig_params=False"
 )
 only_supported = decorateIf(skip_unsupported, _is_unsupported)
+
+
+def square() -> nn.Linear:
+    return nn.Linear(10, 10, bias=False)
+
+
+def make_nonzero(model: nn.Module) -> None:
+    """Make all elements nonzero, and the same on all ranks."""
+    generator = torch.Generator().manual_seed(0)
+    with FSDP.summon_full_params(model), torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            values = torch.randint(1, 100, tensor.shape, generator=generator)
+            tensor.copy_(values / 100 if tensor.is_floating_point() else values)
+
+
+def train(model: nn.Module, optim: torch.optim.Optimizer, inp: torch.Tensor, iterations: int = 1) -> None:
+    for _ in range(iterations):
+        optim.zero_grad()
+        model(inp).mean().backward()
+        optim.step()
 
 
 class Model(nn.Module):
@@ -162,6 +176,41 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
     """About a hundred short tests, run by the same two ranks."""
 
     world_size = 2
+
+    def _received(self, state_dict: StateDict, rank0_and_offload: bool) -> StateDict:
+        """If only rank 0 has the state dict, send it to every rank and to the device."""
+        return _broadcast_state_dict(self.rank, state_dict) if rank0_and_offload else state_dict
+
+    def _compare_models(self, model: nn.Module, model_new: nn.Module, assert_fn: Callable[[Any, Any], None]) -> None:
+        """Call ``assert_fn`` on the lists of unsharded parameters, and on the lists of buffers if there are any."""
+        with FSDP.summon_full_params(model), FSDP.summon_full_params(model_new):
+            params, params_new = list(model.parameters()), list(model_new.parameters())
+            self.assertEqual(len(params), len(params_new))
+            self.assertGreater(len(params), 0)
+            assert_fn(params, params_new)
+            buffers, buffers_new = list(model.buffers()), list(model_new.buffers())
+            self.assertEqual(len(buffers), len(buffers_new))
+            if buffers:
+                assert_fn(buffers, buffers_new)
+
+    def _validate_state_dict_contents(
+        self, model: nn.Module, state_dict: StateDict, rank0_and_offload: bool, ignore_keys: Iterable[str] = ()
+    ) -> None:
+        """Only rank 0 has values, in CPU memory. Every rank keeps values from outside FSDP on their device.
+
+        ``ignore_keys`` are parts of names.
+        """
+        if not rank0_and_offload:
+            return
+        if self.rank == 0:
+            self.assertNotEqual(state_dict, {})
+            for name, value in state_dict.items():
+                if not any(part in name for part in ignore_keys):
+                    self.assertEqual(value.device, HOST, name)
+        elif isinstance(model, FSDP):
+            self.assertEqual(state_dict, {}, may_be="empty")
+        else:
+            self.assertTrue(all(any(part in name for part in ignore_keys) for name in state_dict), state_dict)
 
     # Models of 10 by 10 layers.
 
@@ -402,7 +451,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         torch.manual_seed(0)
         model = FSDP(Model(True)) if wrap_fsdp else data_parallel(Model(False))
         if state_dict is None:
-            self._train(model, torch.optim.SGD(model.parameters(), lr=0.1), self._rows(64, 4), iterations=3)
+            train(model, torch.optim.SGD(model.parameters(), lr=0.1), self._rows(64, 4), iterations=3)
         else:
             _zero_model(model)
             self._load(model, kind, state_dict)
@@ -443,7 +492,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
         else:
             model, local = self._get_non_fsdp_root_module(), self._get_non_fsdp_root_module(wrap_fsdp=False)
             inp = self._rows(1, 10, of=0)  # the gradients of the layer outside FSDP are not averaged
-        self._train(model, torch.optim.SGD(model.parameters(), lr=0.1), inp, iterations=3)
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), inp, iterations=3)
         trained = {name: value for name, value in summoned(model).items() if "non_persistent" not in name}
         state_dict = self._save(model, state_dict_type, state_dict_rank0_and_offload)
         self._validate_state_dict_contents(model, state_dict, state_dict_rank0_and_offload, ["non_fsdp_lin"])
@@ -822,7 +871,7 @@ class TestFSDPStateDict4GPUs(StateDictMixin, FSDPTest):
         """Flat shards of four ranks are joined and cut for two ranks. They load as the same model."""
         pair = dist.new_group([0, 1])
         model = FSDP(Model(True))
-        self._train(model, torch.optim.SGD(model.parameters(), lr=0.1), self._rows(4, 4))
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), self._rows(4, 4))
         local = self._save(model, "local_state_dict")
         whole = self._save(model, "state_dict")
         flat = gathered(local, self.device)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +16,7 @@ from torch_fsdp_tests.common_fsdp import FSDPTestContinuous
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.fsdp.state_dicts import StateDictMixin
+from torch_fsdp_tests.fsdp.fsdp1_state_dicts import StateDictMixin
 
 
 class HeldMemory(TorchDispatchMode):

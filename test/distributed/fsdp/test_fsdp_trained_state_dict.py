@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
@@ -15,10 +14,8 @@ from torch_fsdp_tests.common_fsdp.substitutes import to_host_is_a_copy
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
+from torch_fsdp_tests.fsdp.fsdp1_state_dicts import FORMS, KINDS, StateDictMixin, gathered
 from torch_fsdp_tests.installed_torch import torch_names
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.fsdp.state_dicts import FORMS, KINDS, StateDictMixin, gathered
 
 unshard_utils = torch_names.module("torch.distributed.fsdp._unshard_param_utils")
 HOST = torch.device("cpu")  # the CPU is the subject
@@ -26,6 +23,12 @@ HOST = torch.device("cpu")  # the CPU is the subject
 
 class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
     world_size = 2
+
+    def _step(self, model: nn.Module, optim: torch.optim.Optimizer, step: int) -> None:
+        """One step of the uneven layers on this rank's rows."""
+        optim.zero_grad()
+        model(self._rows(4, 3, step=step)).square().sum().backward()
+        optim.step()
 
     @skip_if_lt_x_gpu(2)
     def test_trained_state_dict(self):
