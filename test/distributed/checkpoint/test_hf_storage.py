@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,6 @@ from torch_fsdp_tests.fsdp.references import full
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
 from torch_fsdp_tests.installed_torch import torch_facts, torch_names
 from torch_fsdp_tests.verdict import Reason
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.checkpoint.test_values import IN_TUPLES, PLACES
 
 State = dict[str, Any]
 
@@ -183,6 +180,12 @@ OTHERS: dict[str, Any] = {
     "dtype": torch.bfloat16,
     "tuple": (1, 2),
 }
+# Safetensors files cannot have tuples.
+PLACES: dict[str, Callable[[Any], Any]] = {
+    "": lambda value: value,
+    " in a dict": lambda value: {"deep": {"deeper": value}},
+    " in a list": lambda value: [value, [value]],
+}
 UNSAVED: dict[str, tuple[torch.Tensor, str]] = {
     "one storage": (torch.arange(4.0), "Some tensors share memory"),
     "not contiguous": (torch.arange(6.0).view(2, 3).t(), "view size is not compatible|non contiguous tensor"),
@@ -193,12 +196,11 @@ class TestValues(DTensorTestBase):
     world_size = 2
 
     def _state(self, which: str) -> dict[str, Any]:
-        """A state dict with each kind of tensor in each place except tuples, which safetensors files cannot have."""
+        """A state dict with each kind of tensor in each place."""
         values = {kind: value if which == "saved" else torch.zeros_like(value) for kind, value in TENSORS.items()}
         weight = filled(nn.Linear(2, 4).to(self.device), seed=("saved", "before").index(which))
         values["DTensor"] = fully_shard(weight, mesh=self.mesh).weight.detach()
-        places = PLACES.keys() - IN_TUPLES
-        state = {kind + place: PLACES[place](value) for kind, value in values.items() for place in sorted(places)}
+        state = {kind + name: place(value) for kind, value in values.items() for name, place in PLACES.items()}
         return tree_map_only(torch.Tensor, torch.clone, state)
 
     def _path(self, *names: object) -> str:
