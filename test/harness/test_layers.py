@@ -79,6 +79,15 @@ class TestLayers(TestCase):
         self.assertGreater(len(pairs), 500)
         self.assertEqual([f"{name} imports {each}" for name, each in pairs if not is_above(name, each)], [])
 
+    def test_files_of_tests_import_no_other_file_of_tests(self):
+        """So each runs alone, from any folder. What several use is in the package."""
+        files = {path: set(imports(ast.walk(tree), ())) for path, tree in trees(TESTS_OF_FSDP)}
+        self.assertGreater(len(files), 100)
+        names = {path.stem for path in files} | {"distributed", "test"}
+        self.assertEqual([path for path in files if not re.match("test_|__init__", path.name)], [])
+        actual = {path: {each.partition(".")[0] for each in imported} & names for path, imported in files.items()}
+        self.assertEqual({path: found for path, found in actual.items() if found}, {})
+
     def test_no_modules_import_each_other(self):
         graphlib.TopologicalSorter(graph(ast.walk)).prepare()
 

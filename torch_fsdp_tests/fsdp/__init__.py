@@ -1,10 +1,18 @@
 """The helpers that this suite's FSDP tests share, in addition to upstream's ``common_fsdp``.
 
-``internals``: the parts of FSDP that have private names. ``references``: plain models and values to compare FSDP with.
-``shards``: which part of a tensor is on which rank. ``combinations``: subtests for all parameter sets, or for enough of
-them that every pair of values occurs. ``collectives``: records FSDP's collectives. ``compiling``: backends of
-``torch.compile``. ``training``: trains an FSDP2 model and a plain one side by side. ``optimizers``: steps on local
-shards. ``meshes``: device meshes of the ranks. ``seeded``: random numbers from a seed. ``sharded_states``: takes and
-loads sharded state dicts of FSDP1. ``checkpoints``: training that continues in another layout. ``launches``: tests that
-launch ranks several times. Helpers that only one folder of tests needs lie beside these tests.
+What FSDP is compared with: ``references`` has plain models and values, ``shards`` which part of a tensor is on which
+rank, ``seeded`` random numbers from a seed. How tests train: ``training`` trains an FSDP2 model and a plain one side by
+side, ``optimizers`` steps on local shards, ``meshes`` has the device meshes of the ranks, ``toy_models`` models of
+several files. What tests run: ``combinations`` has subtests for all parameter sets, or for enough of them that every
+pair of values occurs, ``compiling`` backends of ``torch.compile``, ``launches`` tests that launch ranks several times.
+What FSDP does: ``internals`` has the parts with private names, ``collectives`` records collectives, ``custom_comms``
+replaces them.
+
+One feature each: ``init_cases`` what ``fully_shard`` creates, ``forward_methods`` methods besides ``forward``,
+``mixed_precision`` casts, ``stacks`` and ``expert_parallelism`` models with TP and with experts, ``pipelines`` pipeline
+schedules, ``fsdp1_cases`` test cases of FSDP1.
+
+State dicts: ``fsdp1_state_dicts`` has the kinds of FSDP1, ``sharded_states`` and ``dtensor_states`` the sharded ones,
+``optim_states`` those of optimizers, ``state_dict_pairs`` pairs of models for ``torch.distributed.checkpoint``.
+``checkpoints`` has training that continues in another layout.
 """
