@@ -44,7 +44,7 @@ from torch_fsdp_tests.fsdp.pipelines import (
     shard_stage,
 )
 from torch_fsdp_tests.fsdp.references import average_gradients
-from torch_fsdp_tests.fsdp.training import FEW, check_gradients
+from torch_fsdp_tests.fsdp.training import FEW, Loop, check_gradients
 from torch_fsdp_tests.installed_torch import torch_facts
 
 BF16 = torch.bfloat16
@@ -254,7 +254,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
         for module in frozen:
             module.requires_grad_(False)
         mesh = self._pipelines_and_data()
-        self._check_trains(plain, self._pipeline(schedule, plain, mesh), mesh.get_group("data"), iterations=FEW)
+        self._check_trains(plain, self._pipeline(schedule, plain, mesh), mesh.get_group("data"), Loop(iterations=FEW))
         self.assertEqual(sum(param.grad is None for param in plain.parameters()), NO_GRADIENT[which])
 
     @skip_if_lt_x_gpu(4)
@@ -290,7 +290,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
         # Without a backward, a stage may stay unsharded, but an optimizer needs sharded parameters.
         for module in internals.fsdp_modules(pipeline.modules):
             module.reshard()
-        self._check_trains(plain, pipeline, mesh.get_group("data"), iterations=FEW)
+        self._check_trains(plain, pipeline, mesh.get_group("data"), Loop(iterations=FEW))
 
     @skip_if_lt_x_gpu(4)
     @subtests(schedule=["Schedule1F1B", "ScheduleInterleaved1F1B"])
@@ -336,7 +336,7 @@ class ComposabilityTest(PipelineMixin, FSDPTest):
         reducing = {"start_gradient_reduction": "start", "wait_for_gradient_reduction": "wait"}
         for name, event in {**dict.fromkeys(COMPUTE, "compute"), **reducing}.items():
             self._intercept(pipeline, name, functools.partial(events.append, event))
-        self._check_trains(plain, pipeline, mesh.get_group("data"), iterations=FEW)
+        self._check_trains(plain, pipeline, mesh.get_group("data"), Loop(iterations=FEW))
         reductions = [event for event in events if event != "compute"]
         self.assertEqual(reductions, ["start", "wait"] * 2 * FEW)
         is_deferred = "start compute" in " ".join(events)

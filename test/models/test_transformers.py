@@ -17,7 +17,7 @@ from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import run_tests, set_rng_seed
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.fsdp.combinations import subtests
-from torch_fsdp_tests.fsdp.training import TrainingMixin, backward
+from torch_fsdp_tests.fsdp.training import Loop, TrainingMixin, backward
 from torch_fsdp_tests.models import ModelTestCase
 
 try:
@@ -199,7 +199,7 @@ class TestDistributedConfig(TrainingMixin, FSDPTest):
         def step(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
             return backward(model(input_ids=ids, labels=ids.clone()).loss)
 
-        self._check_training(ref_model, model, lambda: self._tokens(2, 7, vocab_size=VOCABULARY), step=step)
+        self._check_training(ref_model, model, lambda: self._tokens(2, 7, vocab_size=VOCABULARY), Loop(step=step))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from torch_fsdp_tests.common_utils import manual_seed
-from torch_fsdp_tests.fsdp.training import FEW, TrainingMixin, backward
+from torch_fsdp_tests.fsdp.training import FEW, Loop, TrainingMixin, backward, optimizers
 
 
 class Features(nn.Module):
@@ -79,9 +79,8 @@ class GenerationMixin(TrainingMixin):
             ref_model,
             model,
             lambda: self._tokens(2, 3),
-            step=step,
-            compare=None,
-            optim_cls=torch.optim.Adam,
+            Loop(step=step, compare=None),
+            optims=optimizers(ref_model, model, cls=torch.optim.Adam),
         )
 
 
@@ -100,7 +99,7 @@ class ForwardMethodsMixin(TrainingMixin):
         register_fsdp_forward_method(ref_model.vit, "features")  # no effect on a plain module
         seen: list[type] = []
         model.vit.conv.register_forward_pre_hook(lambda conv, args: seen.append(type(conv.weight)))
-        self._check_training(ref_model, model, lambda: self._inputs(4, 3, 14, 14), iterations=FEW)
+        self._check_training(ref_model, model, lambda: self._inputs(4, 3, 14, 14), Loop(iterations=FEW))
         self.assertEqual(seen, [nn.Parameter] * FEW)
         model(self._inputs(4, 3, 14, 14))
         return model

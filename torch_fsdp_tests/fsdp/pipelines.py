@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_fsdp_tests.common_distributed.requirements import skip_unless
 from torch_fsdp_tests.fsdp.references import average_gradients
-from torch_fsdp_tests.fsdp.training import TrainingMixin, check_parity, shard_each
+from torch_fsdp_tests.fsdp.training import Loop, TrainingMixin, check_parity, shard_each
 from torch_fsdp_tests.installed_torch import torch_facts
 
 SINGLE = ["ScheduleGPipe", "Schedule1F1B"]  # one stage per rank; the other schedules have two
@@ -193,21 +194,24 @@ class PipelineMixin(TrainingMixin):
         plain: nn.Sequential,
         pipeline: Pipeline,
         data_group: dist.ProcessGroup,
-        compare: Callable[..., None] = check_parity,
-        **kwargs: Any,
+        loop: Loop | None = None,
+        optims: Sequence[torch.optim.Optimizer] | None = None,
     ) -> None:
-        """The pipeline must train like the plain model, whose gradients are averaged over ``data_group``."""
+        """The pipeline must train like the plain model, whose gradients are averaged over ``data_group``.
+
+        ``loop`` says how the parts of the models are compared, and how often they are trained.
+        """
 
         def step(each: nn.Module, batch: Batch) -> torch.Tensor:
             return pipeline.step(batch) if each is pipeline.modules else microbatched(each, batch)
 
-        self._check_training(
-            plain,
-            pipeline.modules,
-            self._batch,
+        loop = loop or Loop()
+        compare = loop.compare or check_parity
+        loop = dataclasses.replace(
+            loop,
             step=step,
             average=functools.partial(average_gradients, group=data_group),
             compare=lambda test, *models: pipeline.check(test, compare),
             data_rank=dist.get_rank(data_group),
-            **kwargs,
         )
+        self._check_training(plain, pipeline.modules, self._batch, loop, optims)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -141,6 +142,22 @@ def check_full(test: Any, ref_model: nn.Module, model: nn.Module) -> None:
     test.assertEqual(actual, {name: param.detach() for name, param in refs.items()})
 
 
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """How a plain model and an FSDP2 model are trained side by side, and compared.
+
+    ``step`` makes the gradients of either model and returns its losses. ``average`` turns the plain model's gradients
+    into those that FSDP computes. ``compare`` gets the test and both models before each step, and once after the last;
+    None compares only losses. Ranks with the same ``data_rank`` share their data.
+    """
+
+    step: Callable[[nn.Module, Any], torch.Tensor] = train
+    average: Callable[[nn.Module], None] = average_gradients
+    compare: Callable[[Any, nn.Module, nn.Module], None] | None = check_parity
+    data_rank: int | None = None
+    iterations: int = ITERATIONS
+
+
 class TrainingMixin(RankTestCase):
     """For a test case with ranks (threads or processes): models, data, and the comparison of two trainings."""
 
@@ -173,37 +190,29 @@ class TrainingMixin(RankTestCase):
         ref_model: nn.Module,
         model: nn.Module,
         next_batch: Callable[[], Any],
-        *,
-        step: Callable[[nn.Module, Any], torch.Tensor] = train,
-        average: Callable[[nn.Module], None] = average_gradients,
-        compare: Callable[[Any, nn.Module, nn.Module], None] | None = check_parity,
-        data_rank: int | None = None,
-        iterations: int = ITERATIONS,
-        optim_cls: type = ShardAdam,
-        **optim_kwargs: Any,
+        loop: Loop = Loop(),
+        optims: Sequence[torch.optim.Optimizer] | None = None,
     ) -> None:
         """Train both models on each rank's own data, and compare losses, gradients and parameters.
 
-        Ranks with the same ``data_rank`` share their data. ``step`` makes the gradients of either model and returns its
-        losses. ``average`` turns the plain model's gradients into those that FSDP computes. ``compare`` gets the test
-        and both models before each step, and once after the last. ``None`` compares only losses.
+        ``optims`` has the optimizer of each model, by default those of :func:`optimizers`.
         """
         start = [param.detach().clone() for param in ref_model.parameters()]
-        optims = optimizers(ref_model, model, cls=optim_cls, **optim_kwargs)
-        self._seed(data_rank)
+        optims = optimizers(ref_model, model) if optims is None else optims
+        self._seed(loop.data_rank)
         ref_losses = []
-        for iteration in range(iterations):
+        for iteration in range(loop.iterations):
             batch = next_batch()
             for optim in optims:
                 optim.zero_grad(set_to_none=iteration % 2 == 0)
-            ref_losses.append(step(ref_model, batch))
-            average(ref_model)
-            self.assertEqual(step(model, batch), ref_losses[-1])
-            if compare is not None:
-                compare(self, ref_model, model)
+            ref_losses.append(loop.step(ref_model, batch))
+            loop.average(ref_model)
+            self.assertEqual(loop.step(model, batch), ref_losses[-1])
+            if loop.compare is not None:
+                loop.compare(self, ref_model, model)
             for optim in optims:
                 optim.step()
-        if compare is not None:
-            compare(self, ref_model, model)
+        if loop.compare is not None:
+            loop.compare(self, ref_model, model)
         check_losses(ref_losses)
         self.assertFalse(all(map(torch.equal, start, ref_model.parameters())), "nothing was trained")

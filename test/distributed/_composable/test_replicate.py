@@ -15,7 +15,15 @@ from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.fsdp import collectives, internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import of_all_ranks, replicate_in_place
-from torch_fsdp_tests.fsdp.training import TrainingMixin, accumulating, check_parity, shard_each, train
+from torch_fsdp_tests.fsdp.training import (
+    Loop,
+    TrainingMixin,
+    accumulating,
+    check_parity,
+    optimizers,
+    shard_each,
+    train,
+)
 from torch_fsdp_tests.installed_torch.torch_names import attribute
 
 DIM = 3
@@ -80,16 +88,10 @@ class ReplicateFullyShardInit(TrainingMixin, FSDPTest):
             )
             return loss
 
-        self._check_training(
-            ref_model,
-            model,
-            lambda: self._inputs(4, DIM),
-            step=step,
-            compare=self._compare,
-            optim_cls=torch.optim.SGD,
-            momentum=0.9,
-            foreach=False,  # no operator takes DTensors and other tensors together
-        )
+        # No operator takes DTensors and other tensors together.
+        optims = optimizers(ref_model, model, cls=torch.optim.SGD, momentum=0.9, foreach=False)
+        loop = Loop(step=step, compare=self._compare)
+        self._check_training(ref_model, model, lambda: self._inputs(4, DIM), loop, optims)
         ddp = attribute(internals.composable.replicate.state(model), "_ddp")
         self.assertEqual(ddp._get_ddp_logging_data()["num_parameter_tensors"], 1)
 
@@ -113,10 +115,8 @@ class ReplicateFullyShardInit(TrainingMixin, FSDPTest):
             ref_model,
             model,
             lambda: self._inputs(3, 4, DIM).unbind(),
-            step=accumulating(model, mark),
-            compare=self._compare,
-            optim_cls=torch.optim.SGD,
-            foreach=False,
+            Loop(step=accumulating(model, mark), compare=self._compare),
+            optims=optimizers(ref_model, model, cls=torch.optim.SGD, foreach=False),
         )
 
     @skip_if_lt_x_gpu(2)

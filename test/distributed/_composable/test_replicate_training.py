@@ -40,6 +40,7 @@ from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.training import (
     FEW,
     ITERATIONS,
+    Loop,
     TrainingMixin,
     accumulating,
     backward,
@@ -153,9 +154,8 @@ class TestReplicateCastAfterInit(TrainingMixin, FSDPTestMultiThread):
             ref_model,
             model,
             lambda: sample().to(self.device),
-            compare=compare,
-            optim_cls=torch.optim.Adam,
-            foreach=True,
+            Loop(compare=compare),
+            optims=optimizers(ref_model, model, cls=torch.optim.Adam, foreach=True),
         )
         dist.barrier()  # the ranks are threads that share the swap mode, so none may leave it before all are done
 
@@ -183,8 +183,9 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
         ref_model = self._replica(model)
         replicate_each([model])
         next_batch = functools.partial(self._inputs, 4, lin_shapes[0][0])
-        kwargs: dict[str, Any] = {"optim_cls": torch.optim.SGD, "momentum": 0.9} if lin_shapes[0][0] == 7 else {}
-        self._check_training(ref_model, model, next_batch, compare=check_sharded_parity, iterations=10, **kwargs)
+        kwargs: dict[str, Any] = {"cls": torch.optim.SGD, "momentum": 0.9} if lin_shapes[0][0] == 7 else {}
+        loop = Loop(compare=check_sharded_parity, iterations=10)
+        self._check_training(ref_model, model, next_batch, loop, optimizers(ref_model, model, **kwargs))
 
     @skip_if_lt_x_gpu(2)
     def test_train_parity_multi_groups(self):
@@ -232,7 +233,7 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
             pause("before optimizer")
             return loss
 
-        self._check_training(ref_model, model, lambda: self._tokens(3, 16, vocab_size=16), step=step)
+        self._check_training(ref_model, model, lambda: self._tokens(3, 16, vocab_size=16), Loop(step=step))
 
     @skip_if_lt_x_gpu(2)
     def test_non_root_forward_backward(self):
@@ -245,7 +246,7 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
         inp = self._inputs(2, 8)
         chosen = iter(("", "0", "0", ""))
         step = lambda each, name: train(each.get_submodule(name), inp)  # noqa: E731
-        self._check_training(ref_model, model, lambda: next(chosen), step=step, iterations=4)
+        self._check_training(ref_model, model, lambda: next(chosen), Loop(step=step, iterations=4))
         self.assertEqual(model(inp).sum(), ref_model(inp).sum())
 
     @skip_if_lt_x_gpu(2)
@@ -264,7 +265,9 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
         model = MultiForwardModule()
         ref_model = self._replica(model)
         replicate_each([model.inner, model])
-        self._check_training(ref_model, model, lambda: self._inputs(8, 4), optim_cls=torch.optim.SGD)
+        self._check_training(
+            ref_model, model, lambda: self._inputs(8, 4), optims=optimizers(ref_model, model, cls=torch.optim.SGD)
+        )
 
     @skip_if_lt_x_gpu(2)
     def test_explicit_prefetching(self):
@@ -284,7 +287,13 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
             self.assertEqual(calls.counts(), Counter(all_reduce=9) if each is model else Counter(), may_be="empty")
             return loss
 
-        self._check_training(ref_model, model, lambda: self._tokens(2, 8), step=step, optim_cls=ShardAdamW)
+        self._check_training(
+            ref_model,
+            model,
+            lambda: self._tokens(2, 8),
+            Loop(step=step),
+            optims=optimizers(ref_model, model, cls=ShardAdamW),
+        )
         self.assertEqual([internals.pending_gather(group) for group in internals.groups_of(model)], [None] * 9)
 
     @skip_if_lt_x_gpu(2)
@@ -355,7 +364,7 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
             average_gradients(ref_model)
 
         step = lambda each, inp: backward(loss_of(each(inp, self.rank % 2)))  # noqa: E731
-        self._check_training(ref_model, model, lambda: self._inputs(3, 4), step=step, average=average)
+        self._check_training(ref_model, model, lambda: self._inputs(3, 4), Loop(step=step, average=average))
 
     @skip_if_lt_x_gpu(2)
     def test_values_that_change_between_steps(self):
@@ -380,7 +389,7 @@ class TestReplicate1DTrainingCore(TrainingMixin, FSDPTest):
             losses.append(train(each, inp))
             return torch.stack(losses)
 
-        self._check_training(ref_model, model, lambda: self._inputs(3, 4), step=step, iterations=FEW)
+        self._check_training(ref_model, model, lambda: self._inputs(3, 4), Loop(step=step, iterations=FEW))
 
     @needs(torch_facts.HAS_RESET_ITER_STATE)
     @skip_if_lt_x_gpu(2)
@@ -440,7 +449,7 @@ class TestReplicateTrainingCompose(TrainingMixin, FSDPTest):
         recomputed: list[int] = []
         for block in blocks:
             block.attention.register_forward_pre_hook(lambda *_: recomputed.append(1))
-        self._check_training(ref_model, model, lambda: self._tokens(3, 16, vocab_size=16), iterations=FEW)
+        self._check_training(ref_model, model, lambda: self._tokens(3, 16, vocab_size=16), Loop(iterations=FEW))
         self.assertEqual(len(recomputed), FEW * 3 * 2)  # steps, layers, forward and backward
 
 
@@ -458,7 +467,9 @@ class TestReplicateSharedParams(TrainingMixin, FSDPTest):
             for layer in model.layers:
                 internals.composable.checkpoint(layer)
         replicate_each([*model.layers, model])
-        self._check_training(ref_model, model, lambda: self._tokens(2, 16), optim_cls=torch.optim.SGD)
+        self._check_training(
+            ref_model, model, lambda: self._tokens(2, 16), optims=optimizers(ref_model, model, cls=torch.optim.SGD)
+        )
         self.assertIs(model.tok_embeddings.weight, model.output.weight)
 
 
@@ -505,7 +516,7 @@ class TestReplicateGradientAccumulation(TrainingMixin, FSDPTest):
             return losses
 
         next_batch = lambda: self._inputs(num_microbatches, 2, dim).unbind()  # noqa: E731
-        self._check_training(ref_model, model, next_batch, step=step, iterations=FEW)
+        self._check_training(ref_model, model, next_batch, Loop(step=step, iterations=FEW))
 
     @skip_if_lt_x_gpu(2)
     @subtests(
@@ -541,7 +552,13 @@ class TestReplicateGradientAccumulation(TrainingMixin, FSDPTest):
             return torch.stack([losses[index].detach() for index in range(3)])
 
         next_batch = lambda: self._tokens(3, 2, 16).unbind()  # noqa: E731
-        self._check_training(ref_model, model, next_batch, step=step, iterations=FEW, optim_cls=ShardAdamW)
+        self._check_training(
+            ref_model,
+            model,
+            next_batch,
+            Loop(step=step, iterations=FEW),
+            optims=optimizers(ref_model, model, cls=ShardAdamW),
+        )
 
 
 @needs_replicate
@@ -582,12 +599,12 @@ class TestReplicateTPTraining(TrainingMixin, FSDPTest):
             ref_model,
             model,
             lambda: self._inputs(8, mlp_dim),
-            average=functools.partial(average_gradients, group=mesh.get_group("dp_replicate")),
-            data_rank=mesh.get_local_rank("dp_replicate"),
-            iterations=FEW,
-            optim_cls=torch.optim.SGD,
-            momentum=0.9,
-            foreach=False,
+            Loop(
+                average=functools.partial(average_gradients, group=mesh.get_group("dp_replicate")),
+                data_rank=mesh.get_local_rank("dp_replicate"),
+                iterations=FEW,
+            ),
+            optims=optimizers(ref_model, model, cls=torch.optim.SGD, momentum=0.9, foreach=False),
         )
         for name, param in model.named_parameters():
             self.assertEqual(param.device_mesh.mesh_dim_names, ("dp_replicate", "tp"))

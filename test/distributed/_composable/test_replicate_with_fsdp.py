@@ -26,10 +26,12 @@ from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, of_all_ranks
 from torch_fsdp_tests.fsdp.training import (
     FEW,
+    Loop,
     TrainingMixin,
     accumulating,
     backward,
     loss_of,
+    optimizers,
     replicate_each,
     tiny_transformer,
     train,
@@ -244,10 +246,8 @@ class ReplicateTest(TrainingMixin, FSDPTest):
             ref_model,
             model,
             lambda: self._tokens(2, 8),
-            step=step,
-            compare=check_sharded_parity,
-            optim_cls=optim_cls,
-            **kwargs,
+            Loop(step=step, compare=check_sharded_parity),
+            optimizers(ref_model, model, cls=optim_cls, **kwargs),
         )
 
     @skip_if_lt_x_gpu(2)
@@ -269,17 +269,15 @@ class ReplicateTest(TrainingMixin, FSDPTest):
             for mlp in replicated:
                 internals.composable.checkpoint(mlp)
         replicate_each([*replicated, replicated], mesh=mesh["replicate"])
+        loop = Loop(
+            average=functools.partial(average_gradients, group=mesh.get_group("replicate")),
+            data_rank=mesh.get_local_rank("replicate"),
+            iterations=FEW,
+        )
         for model in (replicated, two_d):
-            self._check_training(
-                self._replica(plain),
-                model,
-                lambda: self._inputs(8, mlp_dim),
-                average=functools.partial(average_gradients, group=mesh.get_group("replicate")),
-                data_rank=mesh.get_local_rank("replicate"),
-                iterations=FEW,
-                optim_cls=torch.optim.SGD,
-                foreach=False,
-            )
+            ref_model = self._replica(plain)
+            optims = optimizers(ref_model, model, cls=torch.optim.SGD, foreach=False)
+            self._check_training(ref_model, model, lambda: self._inputs(8, mlp_dim), loop, optims)
 
     @skip_if_lt_x_gpu(2)
     @subtests(pairwise=True, root=list(ROOTS), accumulate=[False, True], frozen=[False, True])
@@ -312,9 +310,8 @@ class ReplicateTest(TrainingMixin, FSDPTest):
             ref_model,
             model,
             lambda: self._inputs(microbatches, 3, 4).unbind(),
-            step=counted,
-            optim_cls=torch.optim.SGD,
-            momentum=0.9,
+            Loop(step=counted),
+            optims=optimizers(ref_model, model, cls=torch.optim.SGD, momentum=0.9),
         )
 
     @skip_if_lt_x_gpu(2)
@@ -351,7 +348,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
             self.assertEqual(len(calls), 1 + by_root if each is model else 0)
             return loss
 
-        self._check_training(ref_model, model, lambda: self._inputs(2, 4), step=step)
+        self._check_training(ref_model, model, lambda: self._inputs(2, 4), Loop(step=step))
 
     @skip_if_lt_x_gpu(2)
     @subtests(tied=[False, True], frozen=[(), ("layers.0", "norm"), ("tok_embeddings", "pos_embeddings")])
@@ -363,7 +360,13 @@ class ReplicateTest(TrainingMixin, FSDPTest):
             model.get_submodule(name).requires_grad_(False)
         ref_model = self._replica(model)
         replicate_each([*model.layers, model])
-        self._check_training(ref_model, model, lambda: self._tokens(2, 8), optim_cls=torch.optim.SGD, iterations=FEW)
+        self._check_training(
+            ref_model,
+            model,
+            lambda: self._tokens(2, 8),
+            Loop(iterations=FEW),
+            optims=optimizers(ref_model, model, cls=torch.optim.SGD),
+        )
         self.assertEqual(model.tok_embeddings.weight is model.output.weight, tied)
 
     # Reductions of gradients.
@@ -396,7 +399,9 @@ class ReplicateTest(TrainingMixin, FSDPTest):
         """With forced sums and without a factor, gradients are averaged."""
         ref_model, model = self._net(), replicate(self._net())
         model.set_force_sum_reduction_for_comms(True)
-        self._check_training(ref_model, model, lambda: self._inputs(2, 4), optim_cls=torch.optim.SGD)
+        self._check_training(
+            ref_model, model, lambda: self._inputs(2, 4), optims=optimizers(ref_model, model, cls=torch.optim.SGD)
+        )
 
     @skip_if_lt_x_gpu(2)
     def test_all_reduce_hook(self):
@@ -485,7 +490,7 @@ class ReplicateTest(TrainingMixin, FSDPTest):
         model.to_empty(device=self.device)
         for param, value in zip(model.parameters(), ref_model.parameters()):
             param.to_local().detach().copy_(value)
-        self._check_training(ref_model, model, lambda: self._inputs(2, 4), iterations=FEW)
+        self._check_training(ref_model, model, lambda: self._inputs(2, 4), Loop(iterations=FEW))
 
     @skip_if_lt_x_gpu(2)
     def test_clip_grad_norm(self):

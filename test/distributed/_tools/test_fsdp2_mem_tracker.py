@@ -24,7 +24,7 @@ from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import bytes_of
-from torch_fsdp_tests.fsdp.training import TrainingMixin, replicate_each, shard_each, train
+from torch_fsdp_tests.fsdp.training import Loop, TrainingMixin, optimizers, replicate_each, shard_each, train
 from torch_fsdp_tests.installed_torch import torch_facts
 
 # With this size every storage is a multiple of 512 bytes, including those of halves of biases and of 16-bit biases.
@@ -448,7 +448,11 @@ class TestTrackerInTraining(TrackerTest):
         resize = torch.UntypedStorage.resize_
         methods = [(group.pre_backward, group.post_backward) for group in internals.groups_of(model)]
         self._check_training(
-            ref_model, model, functools.partial(self._inputs, BATCH, DIM), step=step, optim_cls=torch.optim.Adam
+            ref_model,
+            model,
+            functools.partial(self._inputs, BATCH, DIM),
+            Loop(step=step),
+            optims=optimizers(ref_model, model, cls=torch.optim.Adam),
         )
         self.assertIs(torch.UntypedStorage.resize_, resize)
         actual = [(group.pre_backward, group.post_backward) for group in internals.groups_of(model)]

@@ -56,6 +56,7 @@ from torch_fsdp_tests.fsdp.optimizers import ShardAdamW
 from torch_fsdp_tests.fsdp.references import average_gradients, copy_values, move_gradients
 from torch_fsdp_tests.fsdp.seeded import filled, normal
 from torch_fsdp_tests.fsdp.training import (
+    Loop,
     TrainingMixin,
     check_gradients,
     check_parity,
@@ -485,8 +486,9 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
                 if not name.startswith("layers."):
                     param.grad.mul_(self.world_size / divide_factor)
 
-        kwargs: dict[str, Any] = {"iterations": 6, "optim_cls": ShardAdamW}  # upstream has 10, for fewer cases
-        self._check_training(ref_model, model, lambda: self._tokens(2, 16), average=average, **kwargs)
+        optims = optimizers(ref_model, model, cls=ShardAdamW)
+        loop = Loop(average=average, iterations=6)  # upstream has 10, for fewer cases
+        self._check_training(ref_model, model, lambda: self._tokens(2, 16), loop, optims)
 
     def _test_set_reduce_scatter_divide_factor_mixed_precision(self, divide_factor: float) -> None:
         """Compute in bfloat16 and reduce in float32. The test calls the setter by its old name, which still works."""
@@ -862,7 +864,7 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
                 self.assertIsNone(internals.pending_gather(internals.group_of(module)))
             return loss
 
-        self._check_training(ref_model, model, lambda: self._inputs(2, 16), step=step)
+        self._check_training(ref_model, model, lambda: self._inputs(2, 16), Loop(step=step))
 
 
 class TestFullyShardUnshardMultiProcess(TrainingMixin, FSDPTest):
@@ -1070,7 +1072,7 @@ class TestFullyShardForceSumReduction(TrainingMixin, FSDPTest):
             self.assertEqual(calls.values("all_reduce", "op"), ops if len(mesh_shape) > 1 else [], may_be="empty")
             return loss
 
-        self._check_training(ref_model, model, lambda: self._tokens(2, 16), step=step, iterations=4)
+        self._check_training(ref_model, model, lambda: self._tokens(2, 16), Loop(step=step, iterations=4))
 
     @skip_if_lt_x_gpu(2)
     def test_fully_shard_force_sum_reduce_scatter(self):

@@ -21,6 +21,7 @@ from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.training import (
     FEW,
+    Loop,
     TrainingMixin,
     check_parity,
     shard_each,
@@ -74,7 +75,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
                 evaluate()
             return loss
 
-        self._check_training(ref_model, model, lambda: self._inputs(2, 8), step=step)
+        self._check_training(ref_model, model, lambda: self._inputs(2, 8), Loop(step=step))
         self.assertEqual(counts, counts[:1] * 3)
 
     @skip_if_lt_x_gpu(2)
@@ -92,7 +93,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
                 for param in (*model.parameters(), *ref_model.parameters()):
                     param.mul_(1.5)
         with torch_defect("fsdp2_inference_mode_breaks_training"):
-            self._check_training(ref_model, model, lambda: self._inputs(2, 8), iterations=FEW)
+            self._check_training(ref_model, model, lambda: self._inputs(2, 8), Loop(iterations=FEW))
 
     @skip_if_lt_x_gpu(4)
     @subtests(reshard_after_forward=[True, False, 2, None])

@@ -29,6 +29,7 @@ from torch_fsdp_tests.fsdp.references import average_gradients, full
 from torch_fsdp_tests.fsdp.toy_models import TwoBranches
 from torch_fsdp_tests.fsdp.training import (
     FEW,
+    Loop,
     TrainingMixin,
     backward,
     check_parity,
@@ -109,7 +110,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
         model.reset_iter_state()
         self.assertEqual([group._partial_reduce_output for group in internals.groups_of(model)], [None] * 3)
         model.set_requires_all_reduce(True)
-        self._check_training(ref_model, model, lambda: self._inputs(2, 8), iterations=FEW)
+        self._check_training(ref_model, model, lambda: self._inputs(2, 8), Loop(iterations=FEW))
 
     @skip_if_lt_x_gpu(2)
     @subtests(
@@ -167,7 +168,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
             return torch.stack(losses)
 
         next_batch = lambda: self._inputs(len(microbatches), 2, 8).unbind()  # noqa: E731
-        self._check_training(ref_model, model, next_batch, step=step)
+        self._check_training(ref_model, model, next_batch, Loop(step=step))
 
     @skip_if_lt_x_gpu(4)
     @subtests(second=["right", "both", "left"], mesh_shape=[(4,), (2, 2)], reshard_after_forward=[True, False])
@@ -249,7 +250,13 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
             return loss.detach()
 
         next_batch = lambda: (self._inputs(2, 8), *next(plan))  # noqa: E731
-        self._check_training(ref_model, model, next_batch, step=step, optim_cls=torch.optim.Adam, iterations=FEW)
+        self._check_training(
+            ref_model,
+            model,
+            next_batch,
+            Loop(step=step, iterations=FEW),
+            optims=optimizers(ref_model, model, cls=torch.optim.Adam),
+        )
 
 
 if __name__ == "__main__":

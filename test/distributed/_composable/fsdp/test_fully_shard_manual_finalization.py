@@ -28,6 +28,7 @@ from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, full
 from torch_fsdp_tests.fsdp.training import (
     FEW,
+    Loop,
     TrainingMixin,
     backward,
     check_gradients,
@@ -161,7 +162,7 @@ class ManualTest(TrainingMixin, FSDPTest):
                 finalize(model)
             return losses
 
-        self._check_training(plain, model, self._microbatches, step=step, iterations=FEW)
+        self._check_training(plain, model, self._microbatches, Loop(step=step, iterations=FEW))
 
 
 @needs(torch_facts.HAS_FINALIZE_BACKWARD)
@@ -207,7 +208,7 @@ class TestFullyShardManualFinalization(ManualTest):
                 module.reshard()  # required before a step if backward has not done it
             return losses
 
-        self._check_training(plain, model, self._microbatches, step=step)
+        self._check_training(plain, model, self._microbatches, Loop(step=step))
 
     @skip_if_lt_x_gpu(2)
     @subtests(pairwise=True, input_requires_grad=[True, False], async_op=[True, False], last_only=[True, False])
@@ -238,7 +239,7 @@ class TestFullyShardManualFinalization(ManualTest):
             self.assertFalse(remembers_forwards(model))
             return torch.stack(losses)
 
-        self._check_training(plain, model, self._microbatches, step=step)
+        self._check_training(plain, model, self._microbatches, Loop(step=step))
 
     @skip_if_lt_x_gpu(2)
     def test_handle(self):
@@ -672,7 +673,7 @@ class TestFullyShardManualFinalization(ManualTest):
             self.assertEqual(len(calls), 2 if each is model else 0)
             return losses
 
-        self._check_training(plain, model, lambda: self._inputs(4, DIM), step=step)
+        self._check_training(plain, model, lambda: self._inputs(4, DIM), Loop(step=step))
 
 
 @needs(torch_facts.HAS_FINALIZE_BACKWARD)
@@ -791,7 +792,7 @@ class TestFullyShardManualFinalizationHSDP(ManualTest):
                 self.assertEqual(calls.counts(), expected)
             return torch.stack(losses)
 
-        self._check_training(plain, model, self._microbatches, step=step, iterations=FEW)
+        self._check_training(plain, model, self._microbatches, Loop(step=step, iterations=FEW))
 
     @skip_if_lt_x_gpu(4)
     @subtests(pairwise=True, which=["root", "mlp", "all"], async_op=[True, False])

@@ -20,7 +20,7 @@ from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.forward_methods import Generating, GenerationMixin
 from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.seeded import uniform
-from torch_fsdp_tests.fsdp.training import backward, loss_of, shard_each, train
+from torch_fsdp_tests.fsdp.training import Loop, backward, loss_of, shard_each, train
 
 # Methods and their arguments: settings that do not change the results of training, or that are undone at once.
 CALLS: dict[str, list[tuple[str, dict[str, Any]]]] = {
@@ -162,7 +162,7 @@ class TestFullyShardMethods(GenerationMixin, FSDPTest):
                     reset(model)
             return train(each, inp)
 
-        self._check_training(plain, model, lambda: self._inputs(2, 4), step=step, iterations=2)
+        self._check_training(plain, model, lambda: self._inputs(2, 4), Loop(step=step, iterations=2))
 
     @skip_if_lt_x_gpu(2)
     @subtests(pairwise=True, state=list(STATES)[:3], by=["position", "keyword"])
@@ -183,7 +183,7 @@ class TestFullyShardMethods(GenerationMixin, FSDPTest):
         def step(each: Any, inp: torch.Tensor) -> torch.Tensor:
             return backward(loss_of(each.other(inp)))
 
-        self._check_training(plain, model, lambda: self._inputs(2, 4), step=step, iterations=2)
+        self._check_training(plain, model, lambda: self._inputs(2, 4), Loop(step=step, iterations=2))
 
     @skip_if_lt_x_gpu(2)
     @subtests(by=["position", "keyword"])

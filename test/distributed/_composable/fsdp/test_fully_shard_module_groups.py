@@ -22,6 +22,7 @@ from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.toy_models import ChunkedHeadModel, TwoBranches
 from torch_fsdp_tests.fsdp.training import (
     FEW,
+    Loop,
     TrainingMixin,
     backward,
     loss_of,
@@ -116,7 +117,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
             self.assertEqual((skipped.dtype, whole.dtype), (torch.bfloat16, torch.float32))
             return backward(loss_of(skipped) + loss_of(whole))
 
-        self._check_training(ref_model, model, lambda: self._inputs(2, 8), step=step, iterations=FEW)
+        self._check_training(ref_model, model, lambda: self._inputs(2, 8), Loop(step=step, iterations=FEW))
 
     @needs_partial_groups
     @skip_if_lt_x_gpu(2)
@@ -167,7 +168,7 @@ class TestFullyShardGroupsOfModules(TrainingMixin, FSDPTest):
         fully_shard(model)
         is_dropped = how == "called twice" or (reshard_after_forward and how != "in the loss")
         with torch_defect("fsdp2_group_is_gathered_for_one_output", when=is_dropped):
-            self._check_training(ref_model, model, lambda: self._inputs(2, 8), iterations=FEW)
+            self._check_training(ref_model, model, lambda: self._inputs(2, 8), Loop(iterations=FEW))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from torch_fsdp_tests.fsdp.training import (
     TrainingMixin,
     check_parity,
     loss_of,
+    optimizers,
     shard_each,
     take_step,
 )
@@ -40,7 +41,9 @@ class TestFullyShard1DTrainingCore(TrainingMixin, FSDPTest):
         model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
         ref_model = self._replica(model)
         shard_each([*model.to(self.device), model])
-        self._check_training(ref_model, model, lambda: self._inputs(2, 3), optim_cls=optim_cls, fused=True)
+        self._check_training(
+            ref_model, model, lambda: self._inputs(2, 3), optims=optimizers(ref_model, model, cls=optim_cls, fused=True)
+        )
 
     @skip_if_lt_x_gpu(2)
     @subtests(

@@ -27,6 +27,7 @@ from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.training import (
     FEW,
     ITERATIONS,
+    Loop,
     TrainingMixin,
     backward,
     check_parity,
@@ -118,7 +119,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
                 loss = loss_of(each(inp))
             return backward(loss)
 
-        self._check_training(ref_model, model, lambda: self._inputs(2, 4), step=step, iterations=FEW)
+        self._check_training(ref_model, model, lambda: self._inputs(2, 4), Loop(step=step, iterations=FEW))
 
     @needs(torch_facts.KEEPS_GROUPS_UNSHARDED_FOR_RECOMPUTATION)
     @skip_if_lt_x_gpu(2)

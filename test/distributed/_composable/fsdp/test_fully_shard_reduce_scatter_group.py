@@ -16,7 +16,7 @@ from torch_fsdp_tests.common_fsdp import MLP, FSDPTest
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.fsdp import collectives, internals
 from torch_fsdp_tests.fsdp.combinations import subtests
-from torch_fsdp_tests.fsdp.training import TrainingMixin, backward, loss_of, shard_each, train
+from torch_fsdp_tests.fsdp.training import Loop, TrainingMixin, backward, loss_of, shard_each, train
 from torch_fsdp_tests.installed_torch import torch_facts, torch_names
 
 
@@ -74,7 +74,7 @@ class TestFullyShardSeparateReduceScatterGroup(TrainingMixin, FSDPTest):
 
         if when == "at once":
             separate()
-        self._check_training(ref_model, model, lambda: self._inputs(2, 6), step=step)
+        self._check_training(ref_model, model, lambda: self._inputs(2, 6), Loop(step=step))
         self.assertEqual(len(own), 1)
 
     @skip_if_lt_x_gpu(4)
@@ -103,7 +103,7 @@ class TestFullyShardSeparateReduceScatterGroup(TrainingMixin, FSDPTest):
             )
             return loss
 
-        self._check_training(ref_model, model, lambda: self._inputs(2, 4), step=step)
+        self._check_training(ref_model, model, lambda: self._inputs(2, 4), Loop(step=step))
 
     @needs(torch_facts.HAS_DP_MESH_DIMS)
     @skip_if_lt_x_gpu(2)

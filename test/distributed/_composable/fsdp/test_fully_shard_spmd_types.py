@@ -32,7 +32,7 @@ from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.seeded import uniform
 from torch_fsdp_tests.fsdp.shards import chunk_of
-from torch_fsdp_tests.fsdp.training import TrainingMixin, loss_of
+from torch_fsdp_tests.fsdp.training import Loop, TrainingMixin, loss_of
 from torch_fsdp_tests.installed_torch import torch_facts, torch_names
 from torch_fsdp_tests.verdict import Reason
 
@@ -223,10 +223,7 @@ class TestFullyShardSpmdTypes(TrainingMixin, FSDPTest):
             ref_layer,
             layer,
             lambda: self._inputs(2, 3),
-            step=step,
-            average=average,
-            compare=compare,
-            data_rank=data_rank,
+            Loop(step=step, average=average, compare=compare, data_rank=data_rank),
         )
 
     def _compare(self, case: Case, mesh: DeviceMesh, ref_layer: nn.Module, layer: nn.Module) -> None:
@@ -425,7 +422,9 @@ class TestFullyShardSpmdTypes(TrainingMixin, FSDPTest):
                     shard = chunk_of(whole.detach(), mesh.get_local_rank(0), mesh.size(0))
                     self.assertEqual(actual.to_local().detach(), shard)
 
-        self._check_training(ref_model, model, lambda: self._inputs(2, 4), step=step, average=average, compare=compare)
+        self._check_training(
+            ref_model, model, lambda: self._inputs(2, 4), Loop(step=step, average=average, compare=compare)
+        )
 
     def _check_error(self, message: str, of_dp: Any, of_tp: Any, current: Any = None, **kwargs: Any) -> None:
         """``fully_shard`` rejects a parameter with these types (None for no type) on a mesh of "dp" and "tp"."""

@@ -61,6 +61,7 @@ from torch_fsdp_tests.fsdp.toy_models import ChunkedHeadModel
 from torch_fsdp_tests.fsdp.training import (
     FEW,
     ITERATIONS,
+    Loop,
     TrainingMixin,
     accumulating,
     backward,
@@ -156,7 +157,7 @@ class TestFullyShardForwardInputs(TrainingMixin, FSDPTestMultiThread):
             self.assertEqual(output.shape, (4, 4))
             return backward((self.rank + 1) * loss_of(output))
 
-        self._check_training(ref_model, model, lambda: None, step=step)
+        self._check_training(ref_model, model, lambda: None, Loop(step=step))
 
 
 class TestFullyShardRegisteredParams(TrainingMixin, FSDPTestMultiThread):
@@ -282,9 +283,8 @@ class TestFullyShardCastAfterInit(TrainingMixin, FSDPTestMultiThread):
             ref_model,
             model,
             lambda: sample().to(self.device),
-            compare=compare,
-            optim_cls=torch.optim.Adam,
-            foreach=True,
+            Loop(compare=compare),
+            optims=optimizers(ref_model, model, cls=torch.optim.Adam, foreach=True),
         )
         dist.barrier()  # the ranks are threads that share the swap mode, so none may leave it before all are done
 
@@ -320,7 +320,13 @@ class SingleGroupTest(TrainingMixin):
                 return train(each, inp)
 
         next_batch = functools.partial(self._inputs, 4, lin_shapes[0][0])
-        self._check_training(ref_model, model, next_batch, step=step, compare=check_sharded_parity, optim_cls=optim_cls)
+        self._check_training(
+            ref_model,
+            model,
+            next_batch,
+            Loop(step=step, compare=check_sharded_parity),
+            optims=optimizers(ref_model, model, cls=optim_cls),
+        )
 
 
 # The calls that are delayed, on odd ranks twice as long, so that a rank that does not wait for others reads too early.
@@ -441,7 +447,7 @@ class TestFullyShard1DTrainingCore(SingleGroupTest, FSDPTest):
             patch_reduce_scatter(pausing(internals.reduce_scatter(), "before reduce-scatter")),
         ):
             next_batch = functools.partial(self._tokens, 3, 16, vocab_size=16)
-            self._check_training(ref_model, model, next_batch, step=step)
+            self._check_training(ref_model, model, next_batch, Loop(step=step))
 
     @skip_if_lt_x_gpu(2)
     def test_non_root_forward_backward(self):
@@ -460,7 +466,7 @@ class TestFullyShard1DTrainingCore(SingleGroupTest, FSDPTest):
             self._sleep(100)
             return loss
 
-        self._check_training(ref_model, model, lambda: next(chosen), step=step)
+        self._check_training(ref_model, model, lambda: next(chosen), Loop(step=step))
         self.assertEqual(model(inp).sum(), ref_model(inp).sum())
 
     @skip_if_lt_x_gpu(2)
@@ -505,7 +511,9 @@ class TestFullyShard1DTrainingCore(SingleGroupTest, FSDPTest):
         for index, layer in enumerate(layers):
             layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 3])
             layer.set_modules_to_backward_prefetch(layers[max(index - 2, 0) : index][::-1])
-        self._check_training(ref_model, model, lambda: self._tokens(2, 8), optim_cls=ShardAdamW)
+        self._check_training(
+            ref_model, model, lambda: self._tokens(2, 8), optims=optimizers(ref_model, model, cls=ShardAdamW)
+        )
         after = [list(range(8))[index + 1 : index + 3] for index in range(8)]
         before = [list(range(8))[max(index - 2, 0) : index] for index in reversed(range(8))]
         self.assertEqual(under_way, {"forward": after * 3, "backward": before * 3})
@@ -598,7 +606,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
         shard_in_groups(model, module_grouping, reshard_after_forward)
         next_batch = functools.partial(self._tokens, 3, 16, vocab_size=16)
         if compiled:  # fused kernels round differently from eager ones
-            self._check_training(ref_model, model, next_batch, compare=None)
+            self._check_training(ref_model, model, next_batch, Loop(compare=None))
             return
         check_parity(self, ref_model, model)
         recomputed: list[nn.Module] = []
@@ -739,7 +747,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
             return torch.stack(losses)
 
         next_batch = lambda: [self._tokens(2, 16, vocab_size=128) for _ in range(3)]  # noqa: E731
-        self._check_training(plain, model, next_batch, step=step)
+        self._check_training(plain, model, next_batch, Loop(step=step))
 
     @needs_partial_groups
     @skip_if_lt_x_gpu(2)
@@ -772,7 +780,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
             self.assertFalse(any(param.grad is None for param in model.parameters()))
             return loss
 
-        self._check_training(plain, model, lambda: self._tokens(2, 16, vocab_size=128), step=step)
+        self._check_training(plain, model, lambda: self._tokens(2, 16, vocab_size=128), Loop(step=step))
 
     @needs_reset
     @skip_if_lt_x_gpu(2)
@@ -793,7 +801,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
                 model.body.raises = False
             return train(each, tokens)
 
-        self._check_training(ref_model, model, lambda: self._tokens(2, 16, vocab_size=128), step=step)
+        self._check_training(ref_model, model, lambda: self._tokens(2, 16, vocab_size=128), Loop(step=step))
         self.assertFalse(any(param.grad is None for param in model.parameters()))
 
     @needs(torch_facts.KEEPS_GROUPS_UNSHARDED_FOR_RECOMPUTATION)
@@ -842,7 +850,7 @@ class TestFullyShard1DTrainingCompose(TrainingMixin, FSDPTest):
             return loss
 
         next_batch = lambda: [self._tokens(2, 16, vocab_size=128) for _ in range(2)]  # noqa: E731
-        self._check_training(plain, model, next_batch, step=step)
+        self._check_training(plain, model, next_batch, Loop(step=step))
         for param in (model.embed.weight, model.norm.weight):
             self.assertTrue(param.grad.to_local().isfinite().all())
 
@@ -859,7 +867,9 @@ class TestFullyShardShardPlacementFnMultiProcess(TrainingMixin, FSDPTest):
         shard_each([*model.layers, model], shard_placement_fn=shard_largest_dim)
         self.assertEqual({param.placements[0].dim for param in model.parameters()}, {0, 1})
         check_full(self, ref_model, model)
-        self._check_training(ref_model, model, lambda: self._tokens(2, 16), optim_cls=ShardAdamW)
+        self._check_training(
+            ref_model, model, lambda: self._tokens(2, 16), optims=optimizers(ref_model, model, cls=ShardAdamW)
+        )
         check_full(self, ref_model, model)
 
 
@@ -935,7 +945,13 @@ class TestFullyShardSharedParams(TrainingMixin, FSDPTest):
             return backward(F.cross_entropy(each(ids).flatten(0, 1), targets.flatten()))
 
         next_batch = lambda: self._tokens(2, 2, 8, vocab_size=vocab_size).unbind()  # noqa: E731
-        self._check_training(ref_model, model, next_batch, step=step, iterations=10, optim_cls=torch.optim.AdamW)
+        self._check_training(
+            ref_model,
+            model,
+            next_batch,
+            Loop(step=step, iterations=10),
+            optims=optimizers(ref_model, model, cls=torch.optim.AdamW),
+        )
         changed = (full(model.head.weight.detach()) - before).abs().amax(dim=1)
         self.assertGreater(changed.min().item(), 0.01)  # weight decay alone changes a hundredth of that
 
@@ -969,7 +985,7 @@ class TestFullyShardSharedParams(TrainingMixin, FSDPTest):
             blocks.append(fully_shard(block))
             gc.collect()
         ref_model, model = nn.Sequential(*ref_blocks), fully_shard(nn.Sequential(*blocks))
-        self._check_training(ref_model, model, lambda: self._inputs(2, 16), iterations=FEW)
+        self._check_training(ref_model, model, lambda: self._inputs(2, 16), Loop(iterations=FEW))
 
 
 def _is_accumulation(**case: Any) -> bool:
@@ -1042,7 +1058,7 @@ class TestFullyShardGradientAccumulation(TrainingMixin, FSDPTest):
             return losses
 
         next_batch = lambda: self._inputs(num_microbatches, 2, dim).unbind()  # noqa: E731
-        self._check_training(ref_model, model, next_batch, step=step, iterations=FEW)
+        self._check_training(ref_model, model, next_batch, Loop(step=step, iterations=FEW))
 
     @skip_if_lt_x_gpu(2)
     @subtests(
@@ -1151,9 +1167,11 @@ class TestFullyShardNDTraining(StacksMixin, FSDPTest):
             ref_model,
             model,
             lambda: self._tokens(2, 8, vocab_size=32),
-            average=functools.partial(average_with_experts, meshes=meshes),
-            data_rank=meshes.data.get_local_rank(),
-            iterations=FEW,
+            Loop(
+                average=functools.partial(average_with_experts, meshes=meshes),
+                data_rank=meshes.data.get_local_rank(),
+                iterations=FEW,
+            ),
         )
 
 
@@ -1202,7 +1220,7 @@ class TestFullyShardHSDPTraining(TrainingMixin, FSDPTest):
         check_sharded_parity(self, ref_model, model)
         mark = model.set_requires_gradient_sync if sync_gradients_at_last_batch else lambda is_last: None
         next_batch = lambda: self._inputs(3, 8, mlp_dim).unbind()  # noqa: E731
-        self._check_training(ref_model, model, next_batch, step=accumulating(model, mark), iterations=FEW)
+        self._check_training(ref_model, model, next_batch, Loop(step=accumulating(model, mark), iterations=FEW))
 
 
 class TestFullyShardCustomForwardMethod(ForwardMethodsMixin, FSDPTest):
@@ -1248,7 +1266,7 @@ class TestFullyShardShareCommContext(TrainingMixin, FSDPTest):
             patch_foreach_all_gather(recording(internals.fsdp2_param_group.foreach_all_gather, "all_gather_stream")),
             patch_foreach_reduce(recording(internals.fsdp2_param_group.foreach_reduce, "reduce_scatter_stream")),
         ):
-            self._check_training(ref_model, model, lambda: self._inputs(4, 3, 16), iterations=FEW)
+            self._check_training(ref_model, model, lambda: self._inputs(4, 3, 16), Loop(iterations=FEW))
         for name, streams in used.items():
             self.assertEqual(len(streams), 3 * FEW)
             self.assertEqual({id(stream) for stream in streams}, {id(getattr(contexts[0], name))})

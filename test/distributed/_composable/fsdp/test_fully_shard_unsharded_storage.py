@@ -22,7 +22,7 @@ from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, room_in
-from torch_fsdp_tests.fsdp.training import TrainingMixin, check_parity, optimizers, shard_each, take_step, train
+from torch_fsdp_tests.fsdp.training import Loop, TrainingMixin, check_parity, optimizers, shard_each, take_step, train
 from torch_fsdp_tests.installed_torch import torch_facts
 
 OFFLOAD_POLICIES = [OffloadPolicy(), CPUOffloadPolicy(pin_memory=False)]
@@ -149,7 +149,7 @@ class TestFullyShardUnshardedStorage(TrainingMixin, FSDPTest):
             self._check_kept(params, expected)
             return loss
 
-        self._check_training(ref_model, model, lambda: self._inputs(2, 4), step=step)
+        self._check_training(ref_model, model, lambda: self._inputs(2, 4), Loop(step=step))
         self.assertEqual({name: set(each) for name, each in seen.items()}, {n: {a} for n, a in expected.items()})
         self.assertEqual({len(each) for each in seen.values()}, {2 * 3})  # forward and backward of three iterations
 
@@ -249,7 +249,7 @@ class TestFullyShardUnshardedStorage(TrainingMixin, FSDPTest):
         }
 
         def train_on() -> dict[str, int]:
-            self._check_training(ref_model, model, lambda: self._inputs(2, 4), iterations=1)
+            self._check_training(ref_model, model, lambda: self._inputs(2, 4), Loop(iterations=1))
             return {name: room_in(param) for name, param in params.items()}
 
         for _ in range(2):
@@ -335,7 +335,7 @@ class TestFullyShardUnshardedStorage(TrainingMixin, FSDPTest):
             seen.append([tensor.data_ptr() for tensor in extension.tensors])
             return loss
 
-        self._check_training(ref_model, model, lambda: self._inputs(2, 4), step=step)
+        self._check_training(ref_model, model, lambda: self._inputs(2, 4), Loop(step=step))
         *_, before, after = seen
         self.assertEqual(before, after)
         self.assertEqual([address != 0 for address in after], [keep, keep])

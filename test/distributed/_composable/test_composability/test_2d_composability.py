@@ -61,6 +61,7 @@ from torch_fsdp_tests.fsdp.sharded_states import (
 from torch_fsdp_tests.fsdp.stacks import StacksMixin
 from torch_fsdp_tests.fsdp.training import (
     ITERATIONS,
+    Loop,
     TrainingMixin,
     accumulating,
     backward,
@@ -136,10 +137,12 @@ class TestFullyShard2DTraining(StacksMixin, FSDPTest):
             ref_model,
             model,
             lambda: self._tokens(2, 4, 16).unbind(),
-            step=accumulating(model, model.set_requires_gradient_sync),
-            average=functools.partial(average_gradients, group=dp_mesh.get_group()),
-            data_rank=dp_mesh.get_local_rank(),
-            optim_cls=ShardAdamW,
+            Loop(
+                step=accumulating(model, model.set_requires_gradient_sync),
+                average=functools.partial(average_gradients, group=dp_mesh.get_group()),
+                data_rank=dp_mesh.get_local_rank(),
+            ),
+            optims=optimizers(ref_model, model, cls=ShardAdamW),
         )
         positions = model.pos_embeddings.weight
         for tensor in (positions, positions.grad):
@@ -166,10 +169,11 @@ class TestFullyShard2DTraining(StacksMixin, FSDPTest):
             ref_model,
             model,
             lambda: self._inputs(2, 4),
-            average=functools.partial(average_gradients, group=dp_mesh.get_group()),
-            data_rank=dp_mesh.get_local_rank(),
-            optim_cls=optim_cls,
-            **kind,
+            Loop(
+                average=functools.partial(average_gradients, group=dp_mesh.get_group()),
+                data_rank=dp_mesh.get_local_rank(),
+            ),
+            optimizers(ref_model, model, cls=optim_cls, **kind),
         )
 
     @skip_if_lt_x_gpu(2)
@@ -190,8 +194,10 @@ class TestFullyShard2DTraining(StacksMixin, FSDPTest):
             ref_model,
             model,
             lambda: self._tokens(2, 3),
-            average=functools.partial(average_gradients, group=dp_mesh.get_group()),
-            data_rank=dp_mesh.get_local_rank(),
+            Loop(
+                average=functools.partial(average_gradients, group=dp_mesh.get_group()),
+                data_rank=dp_mesh.get_local_rank(),
+            ),
         )
 
     @skip_if_lt_x_gpu(2)
@@ -226,10 +232,7 @@ class TestFullyShard2DTraining(StacksMixin, FSDPTest):
             ref_model,
             model,
             lambda: self._inputs(8, 16),
-            step=step,
-            average=lambda ref_model: None,
-            data_rank=0,
-            iterations=5,
+            Loop(step=step, average=lambda ref_model: None, data_rank=0, iterations=5),
         )
 
     @skip_if_lt_x_gpu(2)

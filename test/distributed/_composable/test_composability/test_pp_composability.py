@@ -44,7 +44,7 @@ from torch_fsdp_tests.fsdp.pipelines import (
 )
 from torch_fsdp_tests.fsdp.references import average_gradients, named
 from torch_fsdp_tests.fsdp.seeded import filled
-from torch_fsdp_tests.fsdp.training import ITERATIONS, check_parity, replicate_each
+from torch_fsdp_tests.fsdp.training import ITERATIONS, Loop, check_parity, optimizers, replicate_each
 from torch_fsdp_tests.installed_torch import torch_facts
 
 # These compute the gradients of inputs and of parameters separately.
@@ -118,7 +118,9 @@ class PipelineTest(PipelineMixin, FSDPTest):
             boundary_dtype=param_dtype,
         )
         if param_dtype == torch.float32:
-            self._check_trains(plain, pipeline, mesh.get_group("data"), optim_cls=ShardAdamW)
+            self._check_trains(
+                plain, pipeline, mesh.get_group("data"), optims=optimizers(plain, pipeline.modules, cls=ShardAdamW)
+            )
             return
         self._seed(mesh.get_local_rank("data"))
         batch = self._batch()
@@ -157,7 +159,7 @@ class ComposabilityTest(PipelineTest):
         plain = self._plain()
         pipeline = Pipeline(schedule, plain, mesh.get_group("pipeline"), wraps[dp_type], boundary_dtype)
         compare = check_whole if dp_type == "DDP" else check_parity
-        self._check_trains(plain, pipeline, mesh.get_group("data"), compare)
+        self._check_trains(plain, pipeline, mesh.get_group("data"), Loop(compare=compare))
 
     @skip_if_lt_x_gpu(4)
     @subtests(pairwise=True, schedule=SCHEDULES, param_dtype=[torch.bfloat16, torch.float32])
