@@ -127,10 +127,11 @@ class TestFSDPCheckpoint(_CheckpointTest):
         models: Sequence[nn.Module],
         num_iters: int,
         cpu_offload: CPUOffload,
-        offload_activations: bool,
-        offloading: Sequence[int],
+        offloading: Sequence[int] = (),
     ) -> None:
-        """Train by ``calls`` and compare after each iteration. In the first, check which models offload activations."""
+        """Train by ``calls`` and compare after each iteration. In the first, the models ``offloading``, and no others,
+        must offload activations.
+        """
         global _save_on_cpu_called
         torch.manual_seed(self.rank + 1)
         for iteration in range(num_iters):
@@ -143,7 +144,7 @@ class TestFSDPCheckpoint(_CheckpointTest):
                 _save_on_cpu_called = False
                 output = call(x)
                 if iteration == 0:
-                    self.assertEqual(_save_on_cpu_called, offload_activations and index in offloading)
+                    self.assertEqual(_save_on_cpu_called, index in offloading)
                 losses.append(output.sum())
                 outputs.append(output.detach())
                 losses[-1].backward()
@@ -175,7 +176,7 @@ class TestFSDPCheckpoint(_CheckpointTest):
             self.SequentialModule(wrap_fsdp=True, **kwargs),
         ]
         with patch_save_on_cpu(get_patched_save_on_cpu()):
-            self._check_iterations(models, models, 2, cpu_offload, offload_activations, offloading=(1, 2))
+            self._check_iterations(models, models, 2, cpu_offload, (1, 2) if offload_activations else ())
 
     @skip_if_lt_x_gpu(2)
     @parametrize("cpu_offload", [CPUOffload(offload_params=True), CPUOffload(offload_params=False)])
@@ -211,7 +212,7 @@ class TestFSDPCheckpoint(_CheckpointTest):
 
         with patch_save_on_cpu(save_on_cpu):
             calls = [*models[:-1], call_in_checkpoint]
-            self._check_iterations(calls, models, 6, cpu_offload, offload_activations, offloading=(2, 3, 4))
+            self._check_iterations(calls, models, 6, cpu_offload, (2, 3, 4) if offload_activations else ())
 
     @skip_if_lt_x_gpu(2)
     def test_uneven_shards(self):

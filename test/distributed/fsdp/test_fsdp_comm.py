@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -62,6 +62,14 @@ class Traffic:
         return len(self.all_gathers), self.validations, len(self.reduce_scatters)
 
 
+class Iteration(NamedTuple):
+    """A forward and a backward. ``is_gathered`` if parameters are still unsharded from the one before."""
+
+    in_no_sync: bool
+    is_gathered: bool = False
+    is_first: bool = False
+
+
 class TestCommunication(FSDPTest):
     def _init_model(self, nested_model: bool, sharding_strategy: ShardingStrategy | None, **fsdp_kwargs: Any) -> FSDP:
         """A model in training mode with one FSDP instance for each of 4 (nested) or 5 (transformer) flat parameters."""
@@ -102,15 +110,14 @@ class TestCommunication(FSDPTest):
         traffic: dict[PassType, Traffic],
         num_fsdp: int,
         sharding_strategy: ShardingStrategy | None,
-        *,
-        first: bool = False,
-        in_no_sync: bool = False,
-        is_gathered: bool = False,
+        iteration: Iteration,
     ) -> None:
         for pass_type in PassType:
-            gathers = self._get_ref_num_all_gathers_in_pass(num_fsdp, sharding_strategy, pass_type, is_gathered)
-            validations = 2 * num_fsdp if first and pass_type is PassType.FWD else 0
-            scatters = num_fsdp if pass_type is PassType.BWD and not in_no_sync else 0
+            gathers = self._get_ref_num_all_gathers_in_pass(
+                num_fsdp, sharding_strategy, pass_type, iteration.is_gathered
+            )
+            validations = 2 * num_fsdp if iteration.is_first and pass_type is PassType.FWD else 0
+            scatters = num_fsdp if pass_type is PassType.BWD and not iteration.in_no_sync else 0
             self.assertEqual(traffic[pass_type].counts, (gathers, validations, scatters), msg=str(pass_type))
 
     @skip_if_lt_x_gpu(2)
@@ -126,7 +133,7 @@ class TestCommunication(FSDPTest):
 
         schedule = [True] * 3 * use_no_sync + [False] * 3
         was_in_no_sync = False
-        for iteration, in_no_sync in enumerate(schedule):
+        for number, in_no_sync in enumerate(schedule):
             with model.no_sync() if in_no_sync else contextlib.nullcontext():
                 traffic = self._run_iter(model)
             # SHARD_GRAD_OP frees parameters when it reduces gradients, so in no_sync() they stay unsharded.
@@ -134,9 +141,7 @@ class TestCommunication(FSDPTest):
                 traffic,
                 num_fsdp,
                 sharding_strategy,
-                first=iteration == 0,
-                in_no_sync=in_no_sync,
-                is_gathered=was_in_no_sync,
+                Iteration(in_no_sync, is_gathered=was_in_no_sync, is_first=number == 0),
             )
             was_in_no_sync = in_no_sync
 
@@ -194,7 +199,7 @@ class TestCommunication(FSDPTest):
                 traffic = self._run_iter(model)
                 self._run_iter(reference)
             # Even with forward prefetch, SHARD_GRAD_OP does not all-gather parameters that are already unsharded.
-            self._assert_counts(traffic, 4, sharding_strategy, in_no_sync=in_no_sync, is_gathered=was_in_no_sync)
+            self._assert_counts(traffic, 4, sharding_strategy, Iteration(in_no_sync, is_gathered=was_in_no_sync))
             was_in_no_sync = in_no_sync
         grads, expected = ([flat.grad for flat in internals.flat_params(each)] for each in (model, reference))
         self.assertEqual(grads, expected, rtol=0, atol=0)
@@ -227,7 +232,7 @@ class TestCommunication(FSDPTest):
             param.requires_grad_(False)
         for _ in range(2):
             traffic = self._run_iter(model, requires_grad=True)
-            self._assert_counts(traffic, 4, sharding_strategy, in_no_sync=True)
+            self._assert_counts(traffic, 4, sharding_strategy, Iteration(in_no_sync=True))
             self.assertEqual([internals.is_unsharded(each) for each in internals.flat_params(model)], [False] * 4)
 
 

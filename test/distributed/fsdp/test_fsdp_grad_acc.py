@@ -23,6 +23,7 @@ from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients, full_parameters
 
 Batch = tuple[torch.Tensor, ...]
+BATCH_DIM = 1  # of the tensors of a batch
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
 
 
@@ -103,7 +104,6 @@ class TestGradAcc(FSDPTest):
 
     def _test_grad_acc(
         self,
-        batch_dim: int,
         configs: _GradAccConfigs,
         cpu_offload: CPUOffload,
         backward_prefetch: BackwardPrefetch | None,
@@ -118,7 +118,7 @@ class TestGradAcc(FSDPTest):
         )
         optim = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         batches = self._batches(model, sum(config.num_iters for config in configs.configs))
-        concatenated = tuple(torch.cat(tensors, dim=batch_dim) for tensors in zip(*batches))
+        concatenated = tuple(torch.cat(tensors, dim=BATCH_DIM) for tensors in zip(*batches))
 
         optim.zero_grad()
         expected_loss = self._backward(model, concatenated)
@@ -144,7 +144,7 @@ class TestGradAcc(FSDPTest):
     @subtests(backward_prefetch=[None, *BackwardPrefetch], sharding_strategy=STRATEGIES)
     def test_grad_acc(self, **options):
         """Nine batches, by threes inside and outside ``no_sync()``, give the gradient of one pass over all of them."""
-        self._test_grad_acc(batch_dim=1, cpu_offload=CPUOffload(offload_params=False), **options)
+        self._test_grad_acc(cpu_offload=CPUOffload(offload_params=False), **options)
 
     @skip_if_lt_x_gpu(2)
     @parametrize("use_orig_params", [False, True])
@@ -152,7 +152,7 @@ class TestGradAcc(FSDPTest):
     def test_grad_acc_cpu_offload(self, **options):
         """The same for offloaded parameters, which accumulate only inside ``no_sync()``."""
         configs = _GradAccConfigs([_GradAccConfig(use_no_sync=True, num_iters=3)])
-        self._test_grad_acc(batch_dim=1, configs=configs, cpu_offload=CPUOffload(offload_params=True), **options)
+        self._test_grad_acc(configs=configs, cpu_offload=CPUOffload(offload_params=True), **options)
 
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=STRATEGIES, use_orig_params=[False, True])

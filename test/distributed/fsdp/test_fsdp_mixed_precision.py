@@ -59,6 +59,7 @@ mp_configs = [
 ]
 cpu_offload_config = [CPUOffload(offload_params=True), CPUOffload(offload_params=False)]
 full_precision_param_dtype_config = [torch.float32, torch.float64]
+NO_RESHARD = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
 enable_sharded_grad_scaler = ["enable_sharded_grad_scaler", None]
 
 params = "mp_config,cpu_offload,full_precision_param_dtype,enable_sharded_grad_scaler"
@@ -134,26 +135,26 @@ class TestFSDPMixedPrecision(FSDPTest):
     def _run_test_mixed_precision_e2e(
         self,
         mp_config: MixedPrecision,
-        cpu_offload: CPUOffload = CPUOffload(offload_params=True),  # noqa: B008
-        prefetches: tuple[bool, BackwardPrefetch | None] = (False, None),
         full_precision_param_dtype: torch.dtype = torch.float64,
-        sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
-        enable_sharded_grad_scaler: str | None = None,
+        scales: bool = False,
+        fsdp_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        forward_prefetch, backward_prefetch = prefetches
-        fsdp_kwargs = {
+        """Train the models with these options. Parameters are offloaded, unless ``fsdp_kwargs`` says otherwise."""
+        kwargs = {
             "mixed_precision": mp_config,
-            "cpu_offload": cpu_offload,
-            "backward_prefetch": backward_prefetch,
-            "forward_prefetch": forward_prefetch,
-            "sharding_strategy": sharding_strategy,
+            "cpu_offload": CPUOffload(offload_params=True),
+            "backward_prefetch": None,
+            "forward_prefetch": False,
+            "sharding_strategy": ShardingStrategy.FULL_SHARD,
+            **(fsdp_kwargs or {}),
         }
         torch.manual_seed(0)
-        models = [self._get_simple_nested_model(full_precision_param_dtype, **fsdp_kwargs)]
-        if backward_prefetch is None and not forward_prefetch:  # a single instance has nothing to prefetch
-            models.append(self._get_simple_model(full_precision_param_dtype, **fsdp_kwargs))
+        models = [self._get_simple_nested_model(full_precision_param_dtype, **kwargs)]
+        # A single instance has nothing to prefetch.
+        if kwargs["backward_prefetch"] is None and not kwargs["forward_prefetch"]:
+            models.append(self._get_simple_model(full_precision_param_dtype, **kwargs))
         for model in models:
-            self._check_training(model, mp_config, full_precision_param_dtype, enable_sharded_grad_scaler is not None)
+            self._check_training(model, mp_config, full_precision_param_dtype, scales)
 
     def _check_training(self, model: FSDP, config: MixedPrecision, full: torch.dtype, scales: bool) -> None:
         """Train for some steps and check dtypes in all places where they are visible."""
@@ -281,7 +282,7 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
     @skip_if_lt_x_gpu(2)
     def test_mixed_precision_no_reshard_after_forward(self):
         """Parameters that stay unsharded after forward also have the low dtype. They are all-gathered once."""
-        self._run_test_mixed_precision_e2e(mp_diff_buffer_and_reduce, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+        self._run_test_mixed_precision_e2e(mp_diff_buffer_and_reduce, fsdp_kwargs=NO_RESHARD)
 
     @skip_if_lt_x_gpu(2)
     @parametrize(params, configs, subtest_name)
@@ -293,9 +294,21 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
             else list(zip([False, True, False], PREFETCHES))
         )
     )
-    def test_mixed_precision_e2e_full_shard(self, **options):
+    def test_mixed_precision_e2e_full_shard(
+        self, mp_config, cpu_offload, prefetches, full_precision_param_dtype, enable_sharded_grad_scaler
+    ):
         """Check dtypes in all places where they are visible, over three steps."""
-        self._run_test_mixed_precision_e2e(**options, sharding_strategy=ShardingStrategy.FULL_SHARD)
+        forward_prefetch, backward_prefetch = prefetches
+        self._run_test_mixed_precision_e2e(
+            mp_config,
+            full_precision_param_dtype,
+            scales=enable_sharded_grad_scaler is not None,
+            fsdp_kwargs={
+                "cpu_offload": cpu_offload,
+                "forward_prefetch": forward_prefetch,
+                "backward_prefetch": backward_prefetch,
+            },
+        )
 
     @skip_if_lt_x_gpu(2)
     @subtests(
@@ -306,11 +319,9 @@ class TestFSDPMixedPrecisionSharded(TestFSDPMixedPrecision):
         cpu_offload=cpu_offload_config,
         sharding_strategy=STRATEGIES,
     )
-    def test_mixed_precision_e2e_bf16(self, **options):
+    def test_mixed_precision_e2e_bf16(self, mp_config, **fsdp_kwargs):
         """All dtypes are right also in bfloat16, and with gradients reduced in full precision."""
-        self._run_test_mixed_precision_e2e(
-            **options, full_precision_param_dtype=torch.float32, enable_sharded_grad_scaler="enable_sharded_grad_scaler"
-        )
+        self._run_test_mixed_precision_e2e(mp_config, torch.float32, scales=True, fsdp_kwargs=fsdp_kwargs)
 
     def _check_embedding(self, mp_config: MixedPrecision) -> None:
         """Tokens stay integers, otherwise the embedding would raise. Gradients are reduced in the low dtype."""
@@ -692,7 +703,7 @@ class TestFSDPMixedPrecisionUnsharded(TestFSDPMixedPrecision):
 
     @skip_if_lt_x_gpu(1)
     def test_mixed_precision_no_reshard_after_forward(self):
-        self._run_test_mixed_precision_e2e(mp_diff_buffer_and_reduce, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+        self._run_test_mixed_precision_e2e(mp_diff_buffer_and_reduce, fsdp_kwargs=NO_RESHARD)
 
     @skip_if_lt_x_gpu(1)
     def test_mixed_precision_e2e_full_shard(self):

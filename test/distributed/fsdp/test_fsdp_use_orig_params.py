@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -111,6 +113,21 @@ class UseOrigParamsTest(FSDPTest):
         self.assertGreater(len(full[0]), 0)
         for other in full[1:]:
             self.assertEqual(full[0], other, exact_device=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Hyperparams:
+    """The options of the model, its optimizer and its training in ``test_diff_hyperparams``."""
+
+    optim_class: type[torch.optim.Optimizer]
+    sharding_strategy: ShardingStrategy
+    device_init_mode: DEVICEInitMode = DEVICEInitMode.DEVICE_BEFORE
+    init_optim_before_wrap: bool = False
+    multi_tensor: bool = False
+    set_to_none: bool = False
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    skip_writeback_check: bool = False
+    offload_params: bool = False
 
 
 class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
@@ -226,9 +243,7 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
             config["device_init_mode"] = list(DEVICEInitMode)[: 2 if device.has("device_memory") else 1]
             self.run_subtests(
                 config,
-                self._test_diff_hyperparams,
-                optim_class=torch.optim.AdamW,
-                cpu_offload=CPUOffload(offload_params=False),
+                lambda **case: self._test_diff_hyperparams(Hyperparams(optim_class=torch.optim.AdamW, **case)),
             )
 
     @skip_if_lt_x_gpu(2)
@@ -237,47 +252,34 @@ class TestFSDPUseOrigParamsMultipleParamGroups(UseOrigParamsTest):
         """Like :meth:`test_diff_hyperparams`, with parameters and gradients that are offloaded to the CPU."""
         for skip_writeback_check in (False, True):
             self._test_diff_hyperparams(
-                device_init_mode=DEVICEInitMode.DEVICE_BEFORE,
-                init_optim_before_wrap=False,
-                optim_class=torch.optim.Adam,
-                multi_tensor=False,
-                set_to_none=skip_writeback_check,
-                backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
-                skip_writeback_check=skip_writeback_check,
-                cpu_offload=CPUOffload(offload_params=True),
-                sharding_strategy=STRATEGIES[sharding_strategy_str],
+                Hyperparams(
+                    optim_class=torch.optim.Adam,
+                    sharding_strategy=STRATEGIES[sharding_strategy_str],
+                    set_to_none=skip_writeback_check,
+                    skip_writeback_check=skip_writeback_check,
+                    offload_params=True,
+                )
             )
 
-    def _test_diff_hyperparams(
-        self,
-        device_init_mode: DEVICEInitMode,
-        init_optim_before_wrap: bool,
-        optim_class: type[torch.optim.Optimizer],
-        multi_tensor: bool,
-        set_to_none: bool,
-        backward_prefetch: BackwardPrefetch | None,
-        skip_writeback_check: bool,
-        cpu_offload: CPUOffload,
-        sharding_strategy: ShardingStrategy,
-    ) -> None:
+    def _test_diff_hyperparams(self, case: Hyperparams) -> None:
         ddp_model = data_parallel(self._transformer())
-        ddp_optim = self._get_optim(ddp_model, optim_class, multi_tensor)
-        is_moved = device_init_mode is DEVICEInitMode.DEVICE_BEFORE
+        ddp_optim = self._get_optim(ddp_model, case.optim_class, case.multi_tensor)
+        is_moved = case.device_init_mode is DEVICEInitMode.DEVICE_BEFORE
         plain = self._transformer() if is_moved else copy.deepcopy(self._plain)
-        fsdp_optim = self._get_optim(plain, optim_class, multi_tensor) if init_optim_before_wrap else None
-        with internals.switched("FSDP_SKIP_WRITEBACK_CHECK", skip_writeback_check):
+        early = self._get_optim(plain, case.optim_class, case.multi_tensor) if case.init_optim_before_wrap else None
+        with internals.switched("FSDP_SKIP_WRITEBACK_CHECK", case.skip_writeback_check):
             fsdp_model = FSDP(
                 plain,
                 auto_wrap_policy=LAYERS,
                 use_orig_params=True,
-                sharding_strategy=sharding_strategy,
-                backward_prefetch=backward_prefetch,
-                cpu_offload=cpu_offload,
+                sharding_strategy=case.sharding_strategy,
+                backward_prefetch=case.backward_prefetch,
+                cpu_offload=CPUOffload(case.offload_params),
             )
-        if device_init_mode is DEVICEInitMode.DEVICE_AFTER:
+        if case.device_init_mode is DEVICEInitMode.DEVICE_AFTER:
             fsdp_model = fsdp_model.to(self.device)
-        fsdp_optim = fsdp_optim or self._get_optim(fsdp_model, optim_class, multi_tensor)
-        self._check_train_parity(ddp_model, ddp_optim, fsdp_model, fsdp_optim, set_to_none)
+        fsdp_optim = early or self._get_optim(fsdp_model, case.optim_class, case.multi_tensor)
+        self._check_train_parity(ddp_model, ddp_optim, fsdp_model, fsdp_optim, case.set_to_none)
 
     @skip_if_lt_x_gpu(2)
     @subtests(multi_tensor=[False, True], sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
@@ -576,24 +578,18 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
     def _loss(self, model: nn.Module) -> torch.Tensor:
         return model(model.module.get_input(self.rank)).sum()
 
+    def _take_step(self, models: Iterable[nn.Module]) -> None:
+        for model in models:
+            self._loss(model).backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+
     def _layer(self, model: nn.Module, first: bool) -> nn.Linear:
         return model.module.lin1 if first else model.module.lin2
 
     def _test_param_writeback(
-        self,
-        sharding_strategy: ShardingStrategy,
-        change_first_weight: bool,
-        change_data: bool,
-        dtype: torch.dtype,
-        after_step: bool,
-        offload_params: bool = False,
+        self, models: tuple[nn.Module, FSDP], change_first_weight: bool, change_data: bool, dtype: torch.dtype
     ) -> None:
         """A new parameter, or new data of the old parameter, replaces the old values, also in another dtype."""
-        models = self._models(sharding_strategy=sharding_strategy, cpu_offload=CPUOffload(offload_params))
-        if after_step:
-            for model in models:
-                self._loss(model).backward()
-                torch.optim.SGD(model.parameters(), lr=0.1).step()
         for model in models:
             layer = self._layer(model, change_first_weight)
             twos = torch.full_like(layer.weight, 2.0, dtype=dtype if model is models[1] else None)
@@ -620,20 +616,26 @@ class TestFSDPUseOrigParamsWriteback(UseOrigParamsTest):
         dtype=[torch.float32, torch.float64],
         after_step=[False, True],
     )
-    def test_param_writeback(self, **case):
-        self._test_param_writeback(**case)
+    def test_param_writeback(self, sharding_strategy, change_first_weight, change_data, dtype, after_step):
+        models = self._models(sharding_strategy=sharding_strategy)
+        if after_step:
+            self._take_step(models)
+        self._test_param_writeback(models, change_first_weight, change_data, dtype)
 
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], change_data=[True, False])
     def test_param_writeback_with_offload(self, sharding_strategy, change_data):
-        self._test_param_writeback(sharding_strategy, False, change_data, torch.float32, True, offload_params=True)
+        models = self._models(sharding_strategy=sharding_strategy, cpu_offload=CPUOffload(offload_params=True))
+        self._take_step(models)
+        self._test_param_writeback(models, False, change_data, torch.float32)
 
     @skip_if_lt_x_gpu(2)
     @subtests(sharding_strategy=[FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
     def test_param_writeback_before_use_with_offload(self, sharding_strategy):
         """Like :meth:`test_param_writeback_with_offload`, before the first unshard of the parameters."""
+        models = self._models(sharding_strategy=sharding_strategy, cpu_offload=CPUOffload(offload_params=True))
         with torch_defect("fsdp1_replaced_offloaded_parameter_is_lost"):
-            self._test_param_writeback(sharding_strategy, False, True, torch.float32, False, offload_params=True)
+            self._test_param_writeback(models, False, True, torch.float32)
 
     @skip_if_lt_x_gpu(2)
     @subtests(

@@ -28,7 +28,7 @@ from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import average, full, replicated
 from torch_fsdp_tests.fsdp.seeded import uniform
-from torch_fsdp_tests.fsdp.training import optimizers, shard_each
+from torch_fsdp_tests.fsdp.training import shard_each
 
 ITERATIONS = 2  # no optimizer steps, so a third iteration would repeat the second
 ALL_REDUCE = torch.ops.c10d_functional.all_reduce
@@ -40,22 +40,12 @@ def norm_by_hand(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
 
 class _TestClipGradNormBase(FSDPTest):
     def _test_clip_grad_norm(
-        self,
-        max_norm: float,
-        norm_type: float,
-        ref_model: nn.Module,
-        ref_optim: torch.optim.Optimizer,
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        inp: torch.Tensor,
-        dp_mesh: DeviceMesh | None = None,
+        self, max_norm: float, norm_type: float, ref_model: nn.Module, model: nn.Module, inp: torch.Tensor
     ) -> None:
         """Clip the gradients of both models to ``max_norm``, which is below their norm. Compare norms and gradients."""
-        dp_mesh = dp_mesh or make_mesh(self.world_size)
-        manual_seed(42 + dp_mesh.get_local_rank() + 1)
         for _ in range(ITERATIONS):
-            for module, module_optim in ((ref_model, ref_optim), (model, optim)):
-                module_optim.zero_grad()
+            for module in (ref_model, model):
+                module.zero_grad()
                 output = full(module(inp))
                 # The plain sum of a layer norm's outputs is constant, so all gradients before the norm would be zero.
                 (output * torch.linspace(-1, 1, output.numel(), device=self.device).view_as(output)).sum().backward()
@@ -119,10 +109,9 @@ class TestClipGradNormWorldSize2(_TestClipGradNormBase):
         model = Transformer(args).double()  # in float32, long sums depend on the order in which the device adds
         ref_model = replicated(model)
         shard_each((*model.layers, model))
-        ref_optim, optim = optimizers(ref_model, model)
         manual_seed(seed_of_tokens)
         tokens = torch.randint(0, args.vocab_size, (3, 16), device=self.device)
-        self._test_clip_grad_norm(1, norm_type, ref_model, ref_optim, model, optim, tokens)
+        self._test_clip_grad_norm(1, norm_type, ref_model, model, tokens)
 
 
 class TestClipGradNormWorldSize4(_TestClipGradNormBase):
@@ -144,10 +133,9 @@ class TestClipGradNormWorldSize4(_TestClipGradNormBase):
         model.to(self.device).parallelize(
             tp_mesh, dp_mesh, use_activation_checkpointing=False, reshard_after_forward=True
         )
-        ref_optim, optim = optimizers(ref_model, model)
         manual_seed(7 + dp_mesh.get_local_rank())
         inp = torch.randn(2, 16, device=self.device)
-        self._test_clip_grad_norm(0.5, norm_type, ref_model, ref_optim, model, optim, inp, dp_mesh)
+        self._test_clip_grad_norm(0.5, norm_type, ref_model, model, inp)
 
     def _uneven(self, mesh: DeviceMesh) -> tuple[nn.Sequential, list[torch.Tensor]]:
         """Return sharded layers of 3, 6 and 1 features after a backward, and the expected gradients of the first two.

@@ -55,6 +55,14 @@ class Case(NamedTuple):
     tp_dims_differ: bool = True  # FSDP and tensor parallelism shard different dimensions of a weight
 
 
+class Training(NamedTuple):
+    """How :meth:`TestFullyShardDTensor._run_train_parity` trains."""
+
+    optim_cls: Any = ShardAdam
+    mlp_dim: int = 16
+    num_iters: int = 5
+
+
 def mesh_dims(**names: Any) -> Any:
     """The names of the mesh dimensions over which FSDP shards and replicates."""
     return torch_names.module("torch.distributed.fsdp").DataParallelMeshDims(**names)
@@ -165,22 +173,15 @@ class TestFullyShardDTensor(FSDPTest):
         return make_mesh(self.world_size // case.shape[-1], case.shape[-1]).get_group(0)
 
     def _run_train_parity(
-        self,
-        model: nn.Module,
-        ref_model: nn.Module,
-        dp_pg: dist.ProcessGroup,
-        mesh: DeviceMesh,
-        num_iters: int = 5,
-        mlp_dim: int = 16,
-        optim_cls: Any = ShardAdam,
+        self, ref_model: MLP, model: nn.Module, mesh: DeviceMesh, dp_pg: dist.ProcessGroup, training: Training
     ) -> None:
         """Train both models. The reference is a plain module whose gradients are averaged over ``dp_pg``."""
-        optims = [optim_cls(each.parameters(), lr=1e-2, foreach=False) for each in (ref_model, model)]
+        optims = [training.optim_cls(each.parameters(), lr=1e-2, foreach=False) for each in (ref_model, model)]
         ref_params = dict(ref_model.named_parameters())
         manual_seed(42 + dist.get_rank(dp_pg) + 1)
         ref_losses = []
-        for step in range(num_iters):
-            rows = torch.rand((2, mlp_dim), device=self.device)
+        for step in range(training.num_iters):
+            rows = torch.rand((2, training.mlp_dim), device=self.device)
             # The loss is the distance to 1. A plain sum would soon be at its minimum, with no active ReLU.
             ref_loss = (ref_model(rows) - 1).square().sum()
             loss = (model(self._replicated(rows, mesh)) - 1).square().sum()
@@ -210,7 +211,7 @@ class TestFullyShardDTensor(FSDPTest):
             Case((1, 2, 2), replicate=(0,), shard=(1,), tp=True),
             Case((2, 1, 2), shard=(0, 1), tp=True),
         ]
-        self.run_subtests({"case": self._that_fit(cases)}, self._test_dtensor_train_parity, optim_cls=torch.optim.Adam)
+        self.run_subtests({"case": self._that_fit(cases)}, self._test_dtensor_train_parity, Training(torch.optim.Adam))
         cases = [
             Case((self.world_size,), shard=(0,), reshard_after_forward=False),
             Case((self.world_size,), replicate=(0,)),
@@ -220,15 +221,15 @@ class TestFullyShardDTensor(FSDPTest):
             Case((2, 2), shard=(0,), tp=True, reshard_after_forward=False),
             Case((1, 2, 2), replicate=(0, 1), shard=(2,)),
         ]
-        self.run_subtests({"case": self._that_fit(cases)}, self._test_dtensor_train_parity)
+        self.run_subtests({"case": self._that_fit(cases)}, self._test_dtensor_train_parity, Training())
 
     def _that_fit(self, cases: list[Case]) -> list[Case]:
         return [case for case in cases if math.prod(case.shape) == self.world_size]
 
-    def _test_dtensor_train_parity(self, case: Case, **kwargs: Any) -> None:
-        mesh, ref_model = self._mesh(*case.shape), self._mlp(kwargs.get("mlp_dim", 16))
+    def _test_dtensor_train_parity(self, training: Training, case: Case) -> None:
+        mesh, ref_model = self._mesh(*case.shape), self._mlp(training.mlp_dim)
         model = self._wrapped(self._distributed(copy.deepcopy(ref_model), mesh, case.tp), mesh, case)
-        self._run_train_parity(model, ref_model, self._dp_group(mesh, case), mesh, **kwargs)
+        self._run_train_parity(ref_model, model, mesh, self._dp_group(mesh, case), training)
 
     @skip_if_lt_x_gpu(4)
     def test_dtensor_train_parity_more(self):
@@ -242,7 +243,7 @@ class TestFullyShardDTensor(FSDPTest):
             Case((2, 2), replicate=(0,), tp=True),
             Case((2, 2), shard=(0,), tp=True, tp_dims_differ=False),
         ]
-        self.run_subtests({"case": cases}, self._test_dtensor_train_parity, mlp_dim=15, num_iters=3)
+        self.run_subtests({"case": cases}, self._test_dtensor_train_parity, Training(mlp_dim=15, num_iters=3))
 
     @skip_if_lt_x_gpu(2)
     def test_sharded_param_correctness_1d(self):
