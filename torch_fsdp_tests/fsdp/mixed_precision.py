@@ -121,6 +121,17 @@ class ReplicaMixin(RankTestCase):
         return calls
 
 
+@dataclasses.dataclass(frozen=True)
+class NormCase:
+    """A model whose second module is a norm, the shape of its inputs, and its policies."""
+
+    model: nn.Sequential
+    shape: tuple[int, ...]
+    policy: MixedPrecisionPolicy
+    norm_policy: MixedPrecisionPolicy | None = None
+    may_be_rejected: bool = False
+
+
 class CastsMixin(RankTestCase):
     """For a test case with two ranks (threads or processes). Tests what modules receive and return under a policy."""
 
@@ -180,45 +191,40 @@ class CastsMixin(RankTestCase):
         in float32, works on all devices.
         """
         linear, convolution = functools.partial(nn.Linear, 32, 32), functools.partial(nn.Conv2d, kernel_size=3)
-        self._check_norm(wrap, nn.Sequential(linear(), nn.LayerNorm(32), linear()), (4, 32), policy)
+        model = nn.Sequential(linear(), nn.LayerNorm(32), linear())
+        self._check_norm(wrap, NormCase(model, (4, 32), policy))
         for make, shape in (
             (lambda: nn.Sequential(linear(), nn.BatchNorm1d(32), linear()), (4, 32)),
             (lambda: nn.Sequential(convolution(1, 5), nn.BatchNorm2d(5), convolution(5, 4)), (3, 1, 9, 9)),
         ):
-            self._check_norm(wrap, make(), shape, policy, may_be_rejected=True)
+            self._check_norm(wrap, NormCase(make(), shape, policy, may_be_rejected=True))
             model = make()
             for name, buffer in model[1].named_buffers():
                 if buffer.is_floating_point():
                     setattr(model[1], name, buffer.to(policy.param_dtype))
-            self._check_norm(wrap, model, shape, policy)
+            self._check_norm(wrap, NormCase(model, shape, policy))
             # Alternatively the norm keeps its parameters in float32, and accepts any input.
-            self._check_norm(wrap, make(), shape, policy, MixedPrecisionPolicy(output_dtype=policy.param_dtype))
+            keeps = MixedPrecisionPolicy(output_dtype=policy.param_dtype)
+            self._check_norm(wrap, NormCase(make(), shape, policy, keeps))
 
-    def _check_norm(
-        self,
-        wrap: Wrap,
-        model: nn.Sequential,
-        shape: tuple[int, ...],
-        policy: MixedPrecisionPolicy,
-        norm_policy: MixedPrecisionPolicy | None = None,
-        may_be_rejected: bool = False,
-    ) -> None:
+    def _check_norm(self, wrap: Wrap, case: NormCase) -> None:
         """Compare the output and the buffers with those of a copy whose parameters are cast permanently."""
-        model = filled(model).to(self.device)
+        model, policy = filled(case.model).to(self.device), case.policy
         replica = copy.deepcopy(model)
         for index, module in enumerate(replica):
             for param in module.parameters():
-                if index != 1 or norm_policy is None:
+                if index != 1 or case.norm_policy is None:
                     param.data = param.data.to(policy.param_dtype)
         for index, module in enumerate(model):
-            wrap(module, mp_policy=norm_policy or policy if index == 1 else policy)
+            wrap(module, mp_policy=case.norm_policy or policy if index == 1 else policy)
         wrap(model, mp_policy=policy)
-        inp = torch.sin(torch.arange(math.prod(shape), device=self.device).view(shape)) + self.rank
+        numbers = torch.arange(math.prod(case.shape), device=self.device)
+        inp = torch.sin(numbers.view(case.shape)) + self.rank
         try:
             expected = replica(inp.to(policy.param_dtype))
             expected.sum().backward()
         except RuntimeError as error:
-            if not may_be_rejected:
+            if not case.may_be_rejected:
                 raise
             with self.assertRaisesRegex(RuntimeError, re.escape(str(error))):
                 model(inp).sum().backward()

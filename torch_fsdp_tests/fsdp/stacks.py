@@ -32,32 +32,31 @@ class StacksMixin(TrainingMixin):
             "use_activation_checkpointing": [False, True],
             "mlp_dim": dims if torch_facts.GATHERS_UNEVEN_STRIDED_SHARDS else [16],
         }
-        for case in one_by_one(pairwise_cases(config)):
-            run_subtests(self, case, self._check_stack, tp_mesh, dp_mesh, flat_dp_mesh, iterations)
-
-    def _check_stack(
-        self,
-        tp_mesh: DeviceMesh,
-        dp_mesh: DeviceMesh,
-        flat_dp_mesh: DeviceMesh,
-        iterations: int,
-        reshard_after_forward: bool,
-        use_activation_checkpointing: bool,
-        mlp_dim: int,
-    ) -> None:
-        manual_seed(42)
-        model = MLPStack(mlp_dim)
-        ref_model = self._replica(model)
-        model.parallelize(tp_mesh, dp_mesh, use_activation_checkpointing, reshard_after_forward=reshard_after_forward)
-        check_full(self, ref_model, model)
-        # The fastest optimizer for DTensors, where it is enough.
-        fastest = mlp_dim == 16 and not use_activation_checkpointing
-        settings: dict[str, Any] = {"cls": torch.optim.SGD, "momentum": 0.9} if fastest else {}
         loop = Loop(
             average=functools.partial(average_gradients, group=flat_dp_mesh.get_group()),
             data_rank=flat_dp_mesh.get_local_rank(),
             iterations=iterations,
         )
+        for case in one_by_one(pairwise_cases(config)):
+            run_subtests(self, case, self._check_stack, (tp_mesh, dp_mesh), loop)
+
+    def _check_stack(
+        self,
+        meshes: tuple[DeviceMesh, DeviceMesh],
+        loop: Loop,
+        reshard_after_forward: bool,
+        use_activation_checkpointing: bool,
+        mlp_dim: int,
+    ) -> None:
+        tp_mesh, dp_mesh = meshes
+        manual_seed(42)
+        model = MLPStack(mlp_dim)
+        ref_model = self._replica(model)
+        model.parallelize(tp_mesh, dp_mesh, use_activation_checkpointing, reshard_after_forward=reshard_after_forward)
+        check_full(self, ref_model, model)
+        settings: dict[str, Any] = {}
+        if mlp_dim == 16 and not use_activation_checkpointing:
+            settings = {"cls": torch.optim.SGD, "momentum": 0.9}  # the fastest optimizer for DTensors
         optims = optimizers(ref_model, model, foreach=False, **settings)
         self._check_training(ref_model, model, lambda: self._inputs(8, mlp_dim), loop, optims)
         names = (*(dp_mesh.mesh_dim_names or ()), *(tp_mesh.mesh_dim_names or ()))

@@ -13,7 +13,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -571,6 +571,14 @@ class TestFullyShardCommunication(TrainingMixin, FSDPTestContinuous):
         self.assertEqual(internals.group_of(model).reduce_scatter_max_input_buffers, 2)
 
 
+class Events(NamedTuple):
+    """The events of some kinds in forward and in backward, as :class:`TestFullyShardPrefetch` writes them."""
+
+    forward: str
+    backward: str
+    kinds: str = "UP"
+
+
 class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
     """The order in which parameter groups are unsharded, resharded and reduced, and the gradients of each step.
 
@@ -628,19 +636,17 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
         ref_model: nn.Module,
         model: nn.Module,
         loss_of: Callable[[nn.Module, int], torch.Tensor],
-        forward: str,
-        backward: str,
-        kinds: str = "UP",
+        expected: Events,
         steps: int = 3,
     ) -> None:
         """Check that each step has these events, and the same gradients and updates as the replica."""
         optims = optimizers(ref_model, model)
-        with self._recorded(kinds) as events:
+        with self._recorded(expected.kinds) as events:
             for step in range(steps):
                 loss = loss_of(model, step)
-                self._check_events(events, forward)
+                self._check_events(events, expected.forward)
                 loss.backward()
-                self._check_events(events, backward)
+                self._check_events(events, expected.backward)
                 ref_loss = loss_of(ref_model, step)
                 ref_loss.backward()
                 average_gradients(ref_model)
@@ -686,15 +692,17 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
         # A block's backward begins with the all-gather for the next block. Its own all-gather was prefetched.
         once = "Uf root, Uf 0, Uf 1, Uf 2"
         backward = gathers_of("Ub root, Ub 2, Ub 1, P 2, Ub 0, P 1, P 0")
-        self._check_training_events(*models, self._loss, once, f"{backward}, P root", steps=1)
+        self._check_training_events(*models, self._loss, Events(once, f"{backward}, P root"), steps=1)
 
         # Two forwards come before one backward, and the backward unshards every block twice.
         again: dict[Any, str] = {False: once, None: f"{once}, Uf 0, Uf 1, Uf 2"}
         self._check_training_events(
             *models,
             lambda model, step: self._loss(model, 0) + self._loss(model, 1),
-            again.get(reshard_after_forward, f"{once}, {once}"),
-            f"{backward}, Ub 2, Ub 1, P 2, Ub 0, P 1, P 0, P root",
+            Events(
+                again.get(reshard_after_forward, f"{once}, {once}"),
+                f"{backward}, Ub 2, Ub 1, P 2, Ub 0, P 1, P 0, P root",
+            ),
             steps=1,
         )
 
@@ -742,7 +750,8 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
         fully_shard(model)
         loss_of = lambda each, step: each(rows(self.rank, step, 4, 8)).square().sum()  # noqa: E731
         backward = "Ub 2, Ub 2, Ub 1, Ub 1, P 2, P 2, Ub 0, Ub 0, P 1, P 1, P 0, P 0"
-        self._check_training_events(ref_model, model, loss_of, "Uf 0, Uf 0, Uf 1, Uf 1, Uf 2, Uf 2", backward)
+        events = Events("Uf 0, Uf 0, Uf 1, Uf 1, Uf 2, Uf 2", backward)
+        self._check_training_events(ref_model, model, loss_of, events)
 
     @skip_if_lt_x_gpu(2)
     @subtests(depth=[1, 2])
@@ -758,7 +767,7 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
         layers = list(model.layers)
         for index, layer in enumerate(layers[:-depth]):
             layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + depth])
-        self._check_training_events(ref_model, model, self._loss, forward[depth], backward, kinds="URP", steps=2)
+        self._check_training_events(ref_model, model, self._loss, Events(forward[depth], backward, "URP"), steps=2)
 
     @skip_if_lt_x_gpu(2)
     @subtests(depth=[1, 2])
@@ -772,7 +781,7 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
         layers = list(model.layers)
         for index, layer in enumerate(layers[depth:]):
             layer.set_modules_to_backward_prefetch(layers[index : index + depth][::-1])
-        self._check_training_events(ref_model, model, self._loss, forward, backward[depth], kinds="URP", steps=2)
+        self._check_training_events(ref_model, model, self._loss, Events(forward, backward[depth], "URP"), steps=2)
 
     @needs(torch_facts.KEEPS_GROUPS_UNSHARDED_FOR_RECOMPUTATION)
     @skip_if_lt_x_gpu(2)
@@ -807,7 +816,7 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
         backward = re.sub(r",\s+", ", ", explicit_order if explicit else default)
         if not torch_facts.RUNS_POST_BACKWARD_ONCE_PER_GROUP:
             backward += ", R tok_embeddings+pos_embeddings, R norm+output"
-        self._check_training_events(ref_model, model, self._loss, ", ".join(forward), backward, kinds="UR")
+        self._check_training_events(ref_model, model, self._loss, Events(", ".join(forward), backward, "UR"))
         inner = "layers.1._checkpoint_wrapped_module.feed_forward._checkpoint_wrapped_module.w1"
         self.assertEqual(internals.group_of(second.feed_forward.w1)._module_fqn, inner)
 
@@ -829,7 +838,7 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
         )
         if not torch_facts.RUNS_POST_BACKWARD_ONCE_PER_GROUP:
             backward += ", P tok_embeddings+pos_embeddings, P 1+2, P 3+4, P norm+output"
-        self._check_training_events(ref_model, model, self._loss, forward, backward)
+        self._check_training_events(ref_model, model, self._loss, Events(forward, backward))
 
     @needs(torch_facts.COMPLETES_PARTIAL_GROUPS)
     @skip_if_lt_x_gpu(2)
@@ -847,7 +856,7 @@ class TestFullyShardPrefetch(TrainingMixin, FSDPTest):
         backward = (
             "Ub root, Ub 1.unused_lin+1.lin, Ub 0.unused_lin+0.lin, P 1.unused_lin+1.lin, P root, P 0.unused_lin+0.lin"
         )
-        self._check_training_events(ref_model, model, loss_of, forward, backward)
+        self._check_training_events(ref_model, model, loss_of, Events(forward, backward))
 
     @skip_if_lt_x_gpu(2)
     def test_backward_misprefetch(self):
