@@ -264,7 +264,20 @@ class TreeCase(FolderCase):
 
 
 def schema(name: str) -> dict[str, Any]:
-    return json.loads((CHECKOUT / f"torch_fsdp_tests/dispatch/data/{name}.schema.json").read_text())
+    """A schema, with what extensions add to it. Nothing else may be there."""
+    package = CHECKOUT / "torch_fsdp_tests"
+    shape: dict[str, Any] = json.loads((package / f"dispatch/data/{name}.schema.json").read_text())
+    shape["additionalProperties"] = False
+    if name != "report":
+        return shape
+    of_test = shape["properties"]["files"]["items"]["properties"]["tests"]["items"]
+    of_test["additionalProperties"] = False
+    for path in package.glob("extensions/*/data/report.schema.json"):
+        more = json.loads(path.read_text())
+        for part, added in ((shape, more["properties"]), (of_test, more["of_test"])):
+            part["properties"] |= added
+            part["required"] += added
+    return shape
 
 
 TYPES: dict[str, Any] = {"object": dict, "array": list, "string": str, "boolean": bool, "integer": int}
