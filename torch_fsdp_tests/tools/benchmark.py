@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch_fsdp_tests import installation
 from torch_fsdp_tests.dispatch.devices import cores
 from torch_fsdp_tests.dispatch.options import Parser
 from torch_fsdp_tests.processes import system
@@ -82,14 +83,11 @@ class Run:
     """One run of a generated file: its wall time, and the stamps that its tests left."""
 
     def __init__(self, prefix: str, ranks: int, tests: int) -> None:
-        from torch_fsdp_tests.processes import system
-
         with tempfile.TemporaryDirectory(prefix="torch_fsdp_tests-") as folder:
             file, stamps = Path(folder, "test_cost.py"), Path(folder, "stamps")
             source = _SOURCE.format(prefix=prefix, ranks=ranks, tests=tests, interface=system.loopback_interface())
             file.write_text(source)
-            root = str(Path(__file__).resolve().parents[3])
-            environment = os.environ | {"BENCHMARK_STAMPS": str(stamps), "PYTHONPATH": root}
+            environment = os.environ | {"BENCHMARK_STAMPS": str(stamps), "PYTHONPATH": str(installation.ROOT)}
             before = time.perf_counter()
             command = [sys.executable, str(file)]
             done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=RUN_LIMIT)
