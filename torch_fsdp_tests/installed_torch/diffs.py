@@ -10,7 +10,6 @@ import functools
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TextIO
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[mK]")
@@ -238,19 +237,6 @@ def patched(lines: Iterable[str], hunks: Iterable[Hunk]) -> Patched:
         least = place + len(hunk.after)
         moved = least - (hunk.start - 1 + height)
     return dataclasses.replace(made, distance=distance)
-
-
-def applied(diff: str, folder: Path) -> dict[str, str]:
-    """The texts of the files below a folder with a diff of them, by path. Raises :class:`NotADiff`."""
-    made = {}
-    for file in parse(diff):
-        assert isinstance(file, Edited)
-        path = file.paths[0]
-        fitted = patched((folder / path).read_text(encoding="utf-8").split("\n"), file.hunks)
-        if fitted.misfits:
-            raise NotADiff(f"made for another {path} than the installed one")
-        made[path] = "\n".join(fitted.lines)
-    return made
 
 
 def standard_input() -> str:
