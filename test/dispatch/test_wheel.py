@@ -142,7 +142,7 @@ class TestWheel(TreeCase):
         expected = {str(path.relative_to(CHECKOUT)) for path in files if path.suffix in (".py", ".json", ".txt")}
         tools = {name for name in expected if name.startswith("torch_fsdp_tests/tools/")}
         self.assertEqual(expected - names, tools)
-        done = self.installed("python", "-m", "torch_fsdp_tests.tools.mutants")
+        done = self.installed("python", "-m", "torch_fsdp_tests.tools.versions")
         self.assertIn("torch_fsdp_tests.tools is not installed with the suite: run it in a checkout", done.stderr)
         self.assertNotIn("testing._internal", done.stderr)
 

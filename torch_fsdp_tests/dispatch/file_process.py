@@ -51,9 +51,7 @@ class TestProcess:
         self._over = False
         self._stop: ProcessEnd | None = None
 
-    def start(
-        self, orders: Orders, environment: Mapping[str, str], measure: Sequence[str] = (), may_fork: bool = True
-    ) -> None:
+    def start(self, orders: Orders, environment: Mapping[str, str], measure: Sequence[str] = ()) -> None:
         """Start it. Raises ``OSError`` or ``SubprocessError`` if that fails."""
         orders_path = self.directory / "orders.json"
         with naming(orders_path):
@@ -71,7 +69,6 @@ class TestProcess:
                 limit=time.monotonic() + self.limit,
                 grace=GRACE,
                 kept={stream.DESCRIPTOR_VARIABLE: write},
-                may_fork=may_fork,
             )
         except BaseException:
             os.close(self._events)

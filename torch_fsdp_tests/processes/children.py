@@ -108,9 +108,8 @@ class Children:
         limit: float = math.inf,
         grace: float = 0.0,
         kept: Mapping[str, int] | None = None,
-        may_fork: bool = True,
     ) -> Child:
-        """Start ``python PROGRAM ARGUMENTS``: with ``may_fork`` as a fork of the fork server, if that is ready.
+        """Start ``python PROGRAM ARGUMENTS``: as a fork of the fork server, if that is ready.
 
         Its output goes to the file ``output`` of its directory. ``kept`` has the descriptors that it keeps, by the
         variables that pass their numbers. Raises ``OSError`` or ``SubprocessError`` if it cannot be started.
@@ -119,7 +118,7 @@ class Children:
         environment = {**environment, "TMPDIR": str(directory / "tmp")}
         pid = None
         with open(directory / "output", "ab") as output:
-            if may_fork and self._server is not None and self._server.ready:
+            if self._server is not None and self._server.ready:
                 pid = self._server.fork(arguments, environment, cwd, (output.fileno(), output.fileno()), kept)
             if pid is None:
                 pid = start_fresh(

@@ -5,8 +5,8 @@ import unittest
 from collections.abc import Collection, Mapping
 
 from torch_fsdp_tests.extensions.reach.functions import Statement
-from torch_fsdp_tests.extensions.reach.most_relevant import sort
-from torch_fsdp_tests.extensions.reach.reach_map import Executed, build
+from torch_fsdp_tests.extensions.reach.most_relevant import batches, sort
+from torch_fsdp_tests.extensions.reach.reach_map import Executed, Reached, build
 
 FUNCTION, OTHER = "torch.m.unshard", "torch.m.reset"
 ALL = [Statement(function, number, 1, 1) for function in (FUNCTION, OTHER) for number in range(3)]
@@ -59,6 +59,13 @@ class TestOrder(unittest.TestCase):
         self.assertEqual(sorted(found), sorted(known.tests))
         self.assertEqual(sort(known, random.Random(1).sample(known.tests, 30), {FUNCTION: [1]}), found)
         self.assertEqual(sort(known, [], {FUNCTION: [1]}), [])
+
+    def test_a_process_has_few_tests_that_are_close(self):
+        tests = [Reached("a", f"T.t{n}", 0.1, n) for n in range(9)]
+        tests[1:1] = [Reached("b", "T.x", 0.1, 0)]
+        names = [[f"{test.file}.{test.test[2:]}" for test in batch] for batch in batches(tests)]
+        expected = [["a.t0", "a.t1", "a.t2", "a.t3"], ["b.x"], ["a.t4", "a.t5", "a.t6", "a.t7"], ["a.t8"]]
+        self.assertEqual(names, expected)
 
 
 if __name__ == "__main__":

@@ -191,7 +191,7 @@ class TestStatements(FolderCase):
     def test_numbers_and_lines(self):
         """A second function of the same name continues the numbers."""
         spans: dict[str, list[tuple[int, int, int]]] = {}
-        for _, each in statements_in(ast.parse(STATEMENTS), "m"):
+        for each in statements_in(ast.parse(STATEMENTS), "m"):
             spans.setdefault(each.function, []).append((each.number, each.first, each.last))
         lines = ((2, 3), (4, 5), (6, 6), (7, 7), (9, 9), (12, 12), (14, 14), (17, 17), (20, 20))
         expected = {"m.f": [(number, *span) for number, span in enumerate(lines)]}

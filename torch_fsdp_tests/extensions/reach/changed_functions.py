@@ -248,7 +248,7 @@ class Changes:
         functions = {name for name, _ in same} & change.names
         lines, regions = content.decode(errors="surrogateescape").split("\n"), [*regions]
         touched = {number for each in regions for number in range(each.start + 1, max(each.stop, each.start + 1) + 1)}
-        for _, each in statements_in(ast.parse(content), module):
+        for each in statements_in(ast.parse(content), module):
             if each.function in functions and not touched.isdisjoint(range(each.first, each.last + 1)):
                 change.statements.setdefault(each.function, set()).add(each.number)
         words = {word for each in regions for word in _NAME.findall("\n".join(lines[each]))}

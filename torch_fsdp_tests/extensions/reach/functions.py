@@ -89,14 +89,14 @@ def _inside(scope: ast.AST, prefix: str) -> Iterator[Function]:
             yield from _inside(node, prefix)
 
 
-def statements_in(tree: ast.AST, module: str) -> list[tuple[ast.stmt, Statement]]:
-    """The statements in functions of a module, with their nodes. A nested function's statements are its own."""
+def statements_in(tree: ast.AST, module: str) -> list[Statement]:
+    """The statements in functions of a module. A nested function's statements are its own."""
     counts: collections.Counter[str] = collections.Counter()
-    statements: list[tuple[ast.stmt, Statement]] = []
+    statements: list[Statement] = []
 
     def visit(node: ast.AST, function: str | None, prefix: str) -> None:
         if isinstance(node, ast.stmt) and function is not None:
-            statements.append((node, Statement(function, counts[function], node.lineno, _header_end(node))))
+            statements.append(Statement(function, counts[function], node.lineno, _header_end(node)))
             counts[function] += 1
         if isinstance(node, _SCOPES) and not isinstance(node, ast.Module):
             name = prefix + node.name

@@ -34,22 +34,11 @@ def sort(
     return sorted(gain, key=lambda test: (test not in running, -gain[test], test.seconds, test.file, test.test))
 
 
-def within(budget: float, tests: Iterable[Reached]) -> list[Reached]:
-    """The first tests whose recorded seconds fit into the budget together, and at least one."""
-    chosen: list[Reached] = []
-    for test in tests:
-        budget -= test.seconds
-        if chosen and budget < 0:
-            break
-        chosen.append(test)
-    return chosen
-
-
-def batches(tests: Iterable[Reached], size: int = BATCH) -> Iterator[tuple[Reached, ...]]:
+def batches(tests: Iterable[Reached]) -> Iterator[tuple[Reached, ...]]:
     """Divide tests into processes, in their order. A process has tests of one file that come soon after each other."""
     left = [*tests]
     while left:
-        batch = [test for test in left[: 2 * size] if test.file == left[0].file][:size]
+        batch = [test for test in left[: 2 * BATCH] if test.file == left[0].file][:BATCH]
         yield tuple(batch)
         taken = set(batch)
         left = [test for test in left if test not in taken]

@@ -130,7 +130,7 @@ def make(records: Path, seconds: Mapping[tuple[str, str], float], root: Path, to
     for path, start in _places(root)[0].items():
         owner = owners(functions_in(contents[path], names[path]))
         functions.update((start + line, function) for line, function in owner.items())
-        for _, each in statements_in(ast.parse(contents[path]), names[path]):
+        for each in statements_in(ast.parse(contents[path]), names[path]):
             known.append(each)
             for line in range(each.first, each.last + 1):
                 statements.setdefault(start + line, []).append(each)
