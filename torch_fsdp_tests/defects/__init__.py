@@ -1,8 +1,8 @@
 """Known defects of torch's FSDP: what each is, which versions have it, and a reproduction that needs torch alone.
 
 Each module of :mod:`torch_fsdp_tests.defects.known` is one defect: its docstring says what is wrong and why, ``DEFECT``
-holds the facts, ``reproduce(rank, world_size, device)`` returns what torch gives and what is right, and ``FIX`` fixes
-torch. ``python -m torch_fsdp_tests.defects`` tries them all.
+holds the facts, ``reproduce(rank, world_size, device)`` returns what torch gives and what is right, and a ``FIX`` can
+fix torch. ``python -m torch_fsdp_tests.defects`` tries them all.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,7 @@
 """Fixes of known defects: edits of torch's Python source, as a diff or in memory. Does not import torch.
 
-``defects/known/ID.py`` ends with the fix of the defect ``ID``. It reads like a unified diff whose hunks name a function
-instead of lines, so that one text fits several versions::
+``defects/known/ID.py`` may end with the fix of the defect ``ID``. It reads like a unified diff whose hunks name a
+function instead of lines, so that one text fits several versions::
 
     FIX = '''
     What is changed, and why.
@@ -16,8 +16,8 @@ instead of lines, so that one text fits several versions::
 
 The lines that stay or go must occur exactly once, in this order, in the source of the function or class (of the file if
 ``@@`` names none). ``@@ name [>=2.14]`` is only for these versions. ``tried`` has the versions with which the fix has
-made the defect disappear. One without hunks says what a fix would take.
-It is read without an import of the module, which imports torch.
+made the defect disappear. Only defects with default or common exposure have hunks. For others the text can say what a
+fix would take. It is read without an import of the module, which imports torch.
 
 All hunks are found in torch's own source. So fixes can be combined unless they change the same lines differently.
 """
@@ -45,10 +45,11 @@ from torch_fsdp_tests import installation
 from torch_fsdp_tests.installed_torch.version_ranges import dotted, numbers, version_fits
 
 FOLDER = installation.PACKAGE / "defects" / "known"
-BEGIN = "\nFIX = "  # the last statement of a module
+BEGIN = "\nFIX = "  # the last statement of a module with a fix
 VARIABLE = "TORCH_FSDP_TESTS_FIXES"  # the ids of the fixes that are in force in a process
 SOURCES_VARIABLE = "TORCH_FSDP_TESTS_SOURCES"  # a folder with files that replace those of the installed torch
 _SITE = Path(__file__).parent / "site"
+_KNOWN = "python -m torch_fsdp_tests.defects"
 _HUNK = re.compile(r"@@ *([\w.]*) *(?:\[(.+)\])?")
 
 
@@ -125,7 +126,8 @@ class Fix:
     def why_not(self, version: str) -> str:
         """Why there is no fix for this version, or an empty string."""
         if not self.hunks:
-            return f"{self.id} has no fix: {self.words}"
+            about = f": {self.words}" if self.words else f"; {_KNOWN} --issue {self.id} prints what is known about it"
+            return f"{self.id} has no fix{about}"
         if dotted(numbers(version)[:2]) not in self.tried:
             return f"the fix of {self.id} was tried with torch {', '.join(self.tried)}, and not with {version}"
         return ""
@@ -146,12 +148,13 @@ def fix(id: str) -> Fix:
     """Read a fix. Raises :class:`NotFixed` for an unknown id, and ``ValueError`` for a text that cannot be read."""
     if id not in ids():
         near = difflib.get_close_matches(id, ids(), n=1)
-        step = f"did you mean {near[0]}?" if near else "python -m torch_fsdp_tests.defects --list shows the ids"
+        step = f"did you mean {near[0]}?" if near else f"{_KNOWN} --list shows the ids"
         raise NotFixed(f"there is no fix of {id!r}; {step}")
     words: list[str] = []
     tried: tuple[str, ...] = ()
     path, hunks = "", list[Hunk]()
-    for line in ast.literal_eval(text_of(id).rpartition(BEGIN)[2]).strip("\n").splitlines():
+    _, begin, text = text_of(id).rpartition(BEGIN)
+    for line in ast.literal_eval(text).strip("\n").splitlines() if begin else ():
         if line.startswith("--- "):
             path = line[4:]
         elif path and (head := _HUNK.fullmatch(line)):

@@ -45,13 +45,3 @@ def reproduce(rank, world_size, device, workaround=False):
         actual = torch.load(file)["weight"][0].item()
         dist.barrier()
     return actual, FINE
-
-
-FIX = """
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/checkpoint/planner_helpers.py
-@@ _compare_save_plans
--            if tensor_data.size != other_tensor_data.size:
-+            if tensor_data.size != other_tensor_data.size or tensor_data.properties != other_tensor_data.properties:
-"""

@@ -49,13 +49,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-A plan is found only by saves of the same group.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/checkpoint/state_dict_saver.py
-@@ _save_state_dict
-
-+    if hasattr(planner, "_cached_plans_key"):
-+        planner._cached_plans_key = type(planner), distW.group, no_dist
-     global_metadata = None
+The cache would have to keep the plans of each process group apart.
 """

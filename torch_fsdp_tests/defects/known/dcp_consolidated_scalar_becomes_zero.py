@@ -44,14 +44,3 @@ def reproduce(rank, world_size, device, workaround=False):
         actual = load_file(os.path.join(folders[0], "model-00001-of-00001.safetensors"))["scale"].sum().item()
         dist.barrier()
     return actual, 3.0
-
-
-FIX = """
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/checkpoint/_consolidate_hf_safetensors.py
-@@ _write_sub_tensor_to_file_optimized
--    if not tensor_shape or not sub_tensor_shape:
-+    if not tensor_shape:
-+        full_tensor_mv[:] = sub_tensor_bytes
-"""

@@ -49,14 +49,3 @@ def reproduce(rank, world_size, device, workaround=False):
             actual = " ".join(str(failure[0]).partition(". ")[0] for failure in error.failures.values())
         dist.barrier()
     return actual, [3]
-
-
-FIX = """
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/checkpoint/_consolidate_hf_safetensors.py
-@@ _parse_input_metadata
--                    dtype_size=torch.finfo(_getdtype(dtype_str)).bits
--                    // 8,  # Convert bits to bytes
-+                    dtype_size=_getdtype(dtype_str).itemsize,  # Convert bits to bytes
-"""

@@ -49,16 +49,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-The plan of a rank is cached when the global plan is complete, as in 2.12.
-tried: 2.9
-
---- torch/distributed/checkpoint/default_planner.py
-@@ DefaultSavePlanner.create_local_plan [<2.12]
--                SavePlanner._cached_save_plan[self._cached_plans_key] = plan
-+                self._pending_local_plan = plan
-@@ DefaultSavePlanner.finish_plan [<2.12]
-             finished_plan = self._finish_plan_with_caching(new_plan)
-+            if hasattr(self, "_pending_local_plan"):
-+                SavePlanner._cached_save_plan[self._cached_plans_key] = self._pending_local_plan
-+                del self._pending_local_plan
+A rank would have to cache its plan only when the global plan is complete, as in 2.12.
 """

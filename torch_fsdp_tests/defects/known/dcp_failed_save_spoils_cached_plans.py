@@ -54,26 +54,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-If the writer rejects a plan, what was cached for it is dropped, including the rank's local plan.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/checkpoint/state_dict_saver.py
-@@ _save_state_dict
--        all_local_plans, global_metadata = planner.create_global_plan(all_local_plans)
--        all_local_plans = storage_writer.prepare_global_plan(all_local_plans)
-+        caches = SavePlanner._cached_all_plans, SavePlanner._cached_global_plan, SavePlanner._cached_metadata
-+        before = [dict(cache) for cache in caches]
-+        try:
-+            all_local_plans, global_metadata = planner.create_global_plan(all_local_plans)
-+            all_local_plans = storage_writer.prepare_global_plan(all_local_plans)
-+        except BaseException:
-+            for cache, former in zip(caches, before):
-+                cache.clear()
-+                cache.update(former)
-+            raise
-
---- torch/distributed/checkpoint/default_planner.py
-@@ DefaultSavePlanner.create_local_plan
-         self.plan = plan
-+        self.__dict__.pop("_pending_local_plan", None)
+If the writer rejects a plan, all that was cached for it would have to be dropped, including the rank's local plan.
 """

@@ -57,25 +57,5 @@ def reproduce(rank, world_size, device):
 
 
 FIX = """
-An exception of another thread is raised when all have ended.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/checkpoint/filesystem.py
-@@ _FileSystemWriter._write_data
-         threads = []
-+        errors: list[BaseException] = []
-+
-+        def write(*args: Any) -> None:
-+            try:
-+                _write_files_from_queue(*args)
-+            except BaseException as error:
-+                errors.append(error)
-+
-@@ _FileSystemWriter._write_data
--                target=_write_files_from_queue,
-+                target=write,
-@@ _FileSystemWriter._write_data
-             t.join()
-+        if errors:
-+            raise errors[0]
+The exception of a thread would have to be kept, and raised when all threads have ended.
 """

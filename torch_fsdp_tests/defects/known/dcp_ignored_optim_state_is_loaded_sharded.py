@@ -41,13 +41,3 @@ def reproduce(rank, world_size, device):
     loaded = dcp.load_sharded_optimizer_state_dict(model.state_dict(), "optim", dcp.FileSystemReader(folder[0]))
     optim.load_state_dict(FSDP.optim_state_dict_to_load(model, optim, loaded["optim"]))
     return type(optim.state[layers[1].weight]["exp_avg"]).__name__, "Tensor"
-
-
-FIX = """
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/checkpoint/optimizer.py
-@@ load_sharded_optimizer_state_dict
--        if value.size.numel() == 1:
-+        if value.size.numel() == 1 or type(model_state_dict.get(key_path[2])) is torch.Tensor:
-"""

@@ -49,17 +49,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-An element of a path selects the key of the container whose string it equals.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/checkpoint/_traverse.py
-@@ set_element
-         if isinstance(cur_container, Mapping):
-+            prev_key = next((own for own in cur_container if str(own) == prev_key), prev_key)
-             cur_container = cast(
-@@ set_element
-
-+    if isinstance(cur_container, Mapping):
-+        key = next((own for own in cur_container if str(own) == key), key)
-     cur_container[key] = value
+An element of a path would have to select the key of the container whose string it equals.
 """

@@ -43,11 +43,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-A rank looks for its own metadata.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/checkpoint/filesystem.py
-@@ _FileSystemWriter._metadata_exists
--            metadata_path = self._get_metadata_path(rank=0)
-+            metadata_path = self._get_metadata_path(rank=self.rank)
+A rank would have to look for its own metadata.
 """

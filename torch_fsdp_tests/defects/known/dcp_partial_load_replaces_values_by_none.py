@@ -41,13 +41,3 @@ def reproduce(rank, world_size, device, workaround=False):
         dcp.load({"model": model.state_dict(), "settings": settings}, checkpoint_id=path, planner=planner)
         dist.barrier()
     return str(settings), str({"dtype": value, "epochs": 3})
-
-
-FIX = """
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/checkpoint/planner_helpers.py
-@@ _iterate_state_dict
-         return ret
-+    return iter_object
-"""

@@ -39,14 +39,3 @@ def reproduce(rank, world_size, device, workaround=False):
     norm.mul_(0)  # the program starts the next step
     staged = staged if workaround else staged.to_local()
     return round(staged.item(), 3), 2.0
-
-
-FIX = """
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/_state_dict_utils.py
-@@ _create_cpu_state_dict
--        if len(obj.size()) == 0:
--            return obj
-+
-"""

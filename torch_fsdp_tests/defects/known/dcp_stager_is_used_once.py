@@ -40,10 +40,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-Only ``close`` closes what copies the values.
-tried: 2.11
-
---- torch/distributed/checkpoint/staging.py
-@@ DefaultStager._stage
--        self._state_dict_stager.close()
+Only ``close`` would have to close what copies the values.
 """

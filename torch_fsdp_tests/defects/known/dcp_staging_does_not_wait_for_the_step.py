@@ -82,15 +82,3 @@ def waits_of_stand_ins(device):
         stager.stage(state_dict).result()
         stager.close()
     return waited, [True]
-
-
-FIX = """
-tried: 2.13, 2.15
-
---- torch/distributed/checkpoint/staging.py
-@@ DefaultStager.stage
-         if self._config.use_async_staging:
-+            if self._staging_stream is not None:
-+                self._staging_stream.wait_stream(torch.accelerator.current_stream())
-             if self._staging_executor is None:
-"""

@@ -53,21 +53,6 @@ def reproduce(rank, world_size, device):
     return actual, [1.0, 2.0, 3.0, 4.0]
 
 
-FIX = '''
-Each rank asks for the device of the group, and so warns as rank 0 does: ``_get_pg_default_device`` is deprecated.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/checkpoint/format_utils.py
-@@ BroadcastingTorchSaveReader.read_data
--                tensor = torch.empty_like(planner.state_dict[req.storage_index.fqn])
-+                target = planner.state_dict[req.storage_index.fqn]
-+                device = dist.distributed_c10d._get_pg_default_device()
-+                tensor = torch.empty(target.size(), dtype=target.dtype, device=device)
-@@ DynamicMetaLoadPlanner.set_up_planner
-         """Setups of the planner, extnding default behavior by creating the Metadata object from the state dict"""
-+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-         super().set_up_planner(state_dict, metadata, is_coordinator)
-@@ DynamicMetaLoadPlanner.set_up_planner
--                _create_chunk_list(tensor),
-+                [ChunkStorageMetadata(torch.Size([0] * tensor.ndim), tensor.size())],
-'''
+FIX = """
+Each rank would have to ask for the device of the group, as rank 0 does.
+"""

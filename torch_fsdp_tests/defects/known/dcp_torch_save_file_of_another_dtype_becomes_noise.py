@@ -41,14 +41,3 @@ def reproduce(rank, world_size, device):
     )
     os.remove(path)
     return state_dict["weight"].flatten().tolist(), [1.0, 2.0, 3.0, 4.0]
-
-
-FIX = """
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/checkpoint/format_utils.py
-@@ BroadcastingTorchSaveReader.read_data
--                tensor = torch_state_dict[req.storage_index.fqn].to(pg_device)
-+                dtype = planner.state_dict[req.storage_index.fqn].dtype
-+                tensor = torch_state_dict[req.storage_index.fqn].to(pg_device, dtype)
-"""

@@ -46,14 +46,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-Tensors in a tuple are found like those in a list.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/checkpoint/_traverse.py
-@@ traverse_state_dict
--        elif isinstance(value, list):
-+        elif isinstance(value, (list, tuple)):
-@@ traverse_state_dict
--            if isinstance(entry, (Mapping, list)) and not _is_terminal(entry):
-+            if isinstance(entry, (Mapping, list, tuple)) and not _is_terminal(entry):
+Tensors in a tuple would have to be found like those in a list.
 """

@@ -35,12 +35,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-What is read is put into the state dict of the caller as well.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/checkpoint/default_planner.py
-@@ DefaultLoadPlanner.load_bytes
-                 value, weights_only=False
-             )
-+            self.original_state_dict[read_item.dest_index.fqn] = self.state_dict[read_item.dest_index.fqn]
+What is read would have to be put into the state dict of the caller as well.
 """

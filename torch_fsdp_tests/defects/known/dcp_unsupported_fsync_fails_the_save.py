@@ -51,33 +51,3 @@ def reproduce(rank, world_size, device, workaround=False):
         os.fsync = sync
         dist.barrier()
     return actual, "saved"
-
-
-FIX = """
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/checkpoint/filesystem.py
-@@ _write_files_from_queue [<2.15]
--                    except (AttributeError, UnsupportedOperation):
--                        os.sync()
-+                    except (AttributeError, OSError) as error:
-+                        if getattr(error, "errno", None) not in (None, 22, 95):  # EINVAL, ENOTSUP
-+                            raise
-@@ _FileSystemWriter.finish [<2.15]
--                except (AttributeError, UnsupportedOperation):
--                    os.sync()
-+                except (AttributeError, OSError) as error:
-+                    if getattr(error, "errno", None) not in (None, 22, 95):  # EINVAL, ENOTSUP
-+                        raise
---- torch/distributed/checkpoint/filesystem.py
-@@ _write_files_from_queue [>=2.15]
--                    except (AttributeError, UnsupportedOperation) as e:
-+                    except (AttributeError, OSError) as e:
-+                        if getattr(e, "errno", None) not in (None, 22, 95):  # EINVAL, ENOTSUP
-+                            raise
-@@ _FileSystemWriter.finish [>=2.15]
--                except (AttributeError, UnsupportedOperation) as e:
-+                except (AttributeError, OSError) as e:
-+                    if getattr(e, "errno", None) not in (None, 22, 95):  # EINVAL, ENOTSUP
-+                        raise
-"""

@@ -39,13 +39,3 @@ def reproduce(rank, world_size, device, workaround=False):
     set_model_state_dict(model, {"weight": weight} if rank == 0 else {}, options=options)
     loaded = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     return loaded["weight"].flatten().tolist(), list(range(8))
-
-
-FIX = """
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/_state_dict_utils.py
-@@ _broadcast_tensors
--            full_tensor = full_state.detach().to(pg_device)
-+            full_tensor = full_state.detach().to(pg_device).contiguous()
-"""

@@ -45,27 +45,5 @@ def reproduce(rank, world_size, device):
 
 
 FIX = """
-The settings of all parameters of a group are compared.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/checkpoint/state_dict.py
-@@ _unflatten_optim_state_dict
--            value = state_dict[f"{_PG}.{first_param_fqn}.{k}"]
--            if k not in pg_state[-1]:
--                pg_state[-1][k] = value
--            elif pg_state[-1][k] != value:
--                raise RuntimeError(
--                    "All the parameters in the same parameter group should have "
--                    f"the same saved param_group value. But {first_param_fqn}.{k} "
--                    f"is {value} while other(s) is {pg_state[-1][k]}."
--                )
-+            pg_state[-1][k] = state_dict[f"{_PG}.{first_param_fqn}.{k}"]
-+            for fqn in cast(list[str], pg_state[-1][_PARAMS]):
-+                value = state_dict[f"{_PG}.{fqn}.{k}"]
-+                if pg_state[-1][k] != value:
-+                    raise RuntimeError(
-+                        "All the parameters in the same parameter group should have "
-+                        f"the same saved param_group value. But {fqn}.{k} "
-+                        f"is {value} while other(s) is {pg_state[-1][k]}."
-+                    )
+The settings of all parameters of a group would have to be compared.
 """

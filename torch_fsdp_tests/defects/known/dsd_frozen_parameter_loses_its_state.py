@@ -45,11 +45,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-The state of a frozen parameter is loaded if there is one.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/checkpoint/state_dict.py
-@@ _split_optim_state_dict
--                if param.requires_grad:
-+                if param.requires_grad or fqn in optim_state_dict[_STATE]:
+The state of a frozen parameter would have to be loaded if there is one.
 """

@@ -45,15 +45,5 @@ def reproduce(rank, world_size, device):
 
 
 FIX = """
-Internal marks are not loaded.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/checkpoint/state_dict.py
-@@ _load_model_state_dict
--        state_dict.update(local_state_dict)
-+        state_dict.update(
-+            (key, value)
-+            for key, value in local_state_dict.items()
-+            if not isinstance(value, _EXTRA_STATE)
-+        )
+Internal marks would have to be left out of what is loaded.
 """

@@ -49,8 +49,3 @@ def reproduce(rank, world_size, device):
         except (KeyError, RuntimeError) as error:
             actual.append(type(error).__name__)
     return actual, ["RuntimeError", "loaded"]  # the first one names the parameter
-
-
-FIX = """
-PyTorch 2.10 does not have it, and its change was not tried with older versions.
-"""

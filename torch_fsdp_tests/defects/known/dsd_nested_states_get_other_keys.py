@@ -45,23 +45,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-A path keeps the types of the keys. The indices of lists have a type of their own.
-tried: 2.13, 2.15
-
---- torch/distributed/_state_dict_utils.py
-@@ _traverse_state_dict
-             for k, v in value.items():
--                _traverse_obj(path + (str(k),), v)
-+                _traverse_obj(path + (k,), v)
-         elif isinstance(value, (list, tuple)):
-             for i, v in enumerate(value):
--                _traverse_obj(path + (i,), v)
-+                _traverse_obj(path + (type("Index", (int,), {})(i),), v)
-         else:
-@@ _set_element
--        def_val: CONTAINER_TYPE | list[Any] = {} if type(key) is str else []
-+        def_val = [] if type(key).__name__ == "Index" else {}
-@@ _set_element
--    if type(key) is int:
-+    if type(key).__name__ == "Index":
+A path would have to keep the types of the keys, and the indices of lists would need a type of their own.
 """

@@ -45,13 +45,5 @@ def reproduce(rank, world_size, device):
 
 
 FIX = """
-Only what the model has is moved to the CPU.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/_state_dict_utils.py
-@@ _broadcast_state_dict
-                 for key in keys:
--                    local_state_dict[key] = local_state_dict[key].cpu()
-+                    if key in local_state_dict:
-+                        local_state_dict[key] = local_state_dict[key].cpu()
+Only what the model has would have to be moved to the CPU.
 """

@@ -40,8 +40,3 @@ def reproduce(rank, world_size, device):
     dist.all_gather_object = recording
     get_state_dict(model, optim)
     return sorted(groups), ["the group of the model"]
-
-
-FIX = """
-PyTorch 2.13 does not have it, and its change was not tried with older versions.
-"""

@@ -37,20 +37,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-The setter of ``data`` also replaces the local tensor.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/tensor/_api.py
-@@ DTensor
-+    @property
-+    def data(self):  # type: ignore[override]
-+        return torch.Tensor.data.__get__(self)
-+
-+    @data.setter
-+    def data(self, value):
-+        torch.Tensor.data.__set__(self, value)
-+        if isinstance(value, DTensor):
-+            self._local_tensor = value._local_tensor.detach()
-+
-     def __tensor_flatten__(self):
+The setter of ``data`` would also have to replace the local tensor.
 """

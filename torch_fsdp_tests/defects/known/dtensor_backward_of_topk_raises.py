@@ -34,8 +34,3 @@ def reproduce(rank, world_size, device):
     except RuntimeError as error:
         return str(error), "runs"
     return "runs", "runs"
-
-
-FIX = """
-PyTorch 2.13 does not have it, and its change was not tried with older versions.
-"""

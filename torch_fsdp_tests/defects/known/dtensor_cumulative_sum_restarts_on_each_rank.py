@@ -31,13 +31,3 @@ def reproduce(rank, world_size, device, workaround=False):
         actual = model.weight.cumsum(0 if workaround else -1).full_tensor().tolist()
     right = [float(count) for count in range(1, 2 * world_size + 1)]
     return actual, right
-
-
-FIX = """
-tried: 2.13
-
---- torch/distributed/tensor/_ops/_math_ops.py
-@@ scan_strategy
--        input_strategy, [dim], keep_dim=True, reduction_linear=False
-+        input_strategy, [dim % input_strategy.ndim], keep_dim=True, reduction_linear=False
-"""

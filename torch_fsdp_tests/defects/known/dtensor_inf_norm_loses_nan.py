@@ -45,17 +45,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-The ranks also reduce where any rank has a NaN, which the backend's maximum may drop.
-The all-reduce of a maximum has two numbers for each one.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/tensor/placement_types.py
-@@ Partial._reduce_value
-+        if self.reduce_op == "max" and tensor.is_floating_point():
-+            with_nans = torch.stack([tensor, tensor.isnan().to(tensor.dtype)])
-+            largest, is_nan = funcol.all_reduce(
-+                with_nans, reduceOp="max", group=(mesh, mesh_dim)
-+            )
-+            return torch.where(is_nan > 0, torch.nan, largest)
-         return funcol.all_reduce(
+The ranks would also have to reduce where any rank has a NaN, which the backend's maximum may drop.
 """

@@ -38,14 +38,3 @@ def reproduce(rank, world_size, device, workaround=False):
     actual = round(loss.full_tensor().item(), 4)
     right = round(1 / rows, 4)
     return actual, right
-
-
-FIX = """
-tried: 2.13, 2.15
-
---- torch/distributed/tensor/_decompositions.py
-@@ DecompShardingStrategy._get_fake_mesh
--            fake_mesh = DeviceMesh(device_type, [0], _init_backend=False, _rank=0)
-+            ranks = list(range(torch.distributed.get_world_size()))
-+            fake_mesh = DeviceMesh(device_type, ranks, _init_backend=False, _rank=0)
-"""

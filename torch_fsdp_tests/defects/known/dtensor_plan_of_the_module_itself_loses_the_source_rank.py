@@ -35,13 +35,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-The call for the module itself passes the source rank on.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/tensor/parallel/api.py
-@@ parallelize_module
--                parallelize_module(module, device_mesh, parallelize_style)
-+                parallelize_module(
-+                    module, device_mesh, parallelize_style, src_data_rank=src_data_rank
-+                )
+The call for the module itself would have to pass the source rank on.
 """

@@ -49,21 +49,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-``found_inf`` is reduced over all dimensions of meshes over which any gradient is sharded.
-This costs an all-reduce of one number for each dimension of these meshes, beside the one of DTensor.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/tensor/_dispatch.py
-@@ found_inf_reduce_handler
-     op_call(*local_tensor_args, **op_info.local_kwargs)
-+
-+    layouts = dict.fromkeys((grad.device_mesh, grad.placements) for grad in args[0])
-+    groups = [
-+        mesh.get_group(dim)
-+        for mesh, placements in layouts
-+        for dim, placement in enumerate(placements)
-+        if not isinstance(placement, Replicate)
-+    ]
-+    for group in {group.group_name: group for group in groups}.values():
-+        torch.distributed.all_reduce(args[1], torch.distributed.ReduceOp.MAX, group)
+``found_inf`` would have to be reduced over all dimensions of meshes over which any gradient is sharded.
 """

@@ -33,14 +33,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-The replicated parameter requires a gradient if the parameter does.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/tensor/parallel/style.py
-@@ SequenceParallel._replicate_module_fn
-             replicated_param = torch.nn.Parameter(
--                DTensor.from_local(param, device_mesh, [Replicate()], run_check=False)
-+                DTensor.from_local(param, device_mesh, [Replicate()], run_check=False),
-+                requires_grad=param.requires_grad,
-             )
+The replicated parameter would have to require a gradient only if the parameter does.
 """

@@ -44,11 +44,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-The norms are all-reduced before they are added: the all-reduce has one number for each norm.
-tried: 2.13
-
---- torch/distributed/tensor/_ops/_math_ops.py
-@@ common_reduction_strategy
--            if isinstance(p, Partial) and p.reduce_op != reduction_op:
-+            if isinstance(p, Partial) and (p.reduce_op != reduction_op or isinstance(p, _NormPartial)):
+The norms would have to be all-reduced before they are added: one number for each norm.
 """

@@ -48,13 +48,3 @@ def reproduce(rank, world_size, device, workaround=False):
     model(x, skip=True).sum().backward()
     grad = next(model.module.second.parameters()).grad
     return None if grad is None else grad.tolist(), [2.0, 2.0]
-
-
-FIX = """
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/_flat_param.py
-@@ FlatParamHandle.prepare_gradient_for_optim
--            if flat_param._post_backward_called:  # type: ignore[attr-defined]
-+            if flat_param._post_backward_called or flat_param._saved_grad_shard is not None:  # type: ignore[attr-defined]
-"""  # noqa: E501

@@ -34,17 +34,5 @@ def reproduce(rank, world_size, device):
 
 
 FIX = """
-A flag records whether a gradient was reduced, because its size does not show this.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/_runtime_utils.py
-@@ _post_backward_hook
-         _post_backward_reshard(state, handle)
-+        flat_param._unreduced = not state._sync_gradients
-         if not state._sync_gradients:
---- torch/distributed/fsdp/_flat_param.py
-@@ FlatParamHandle.prepare_gradient_for_backward
-             flat_param.grad.size() != flat_param._unpadded_unsharded_size
-+            or (self.uses_sharded_strategy and not getattr(flat_param, '_unreduced', False))
-             or flat_param.grad.device != flat_param.device  # grad on CPU
+A flag would have to record whether a gradient was reduced, because its size does not show this.
 """

@@ -35,17 +35,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-The values of the tensors that replaced the parameters are copied into the flat parameter.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/_unshard_param_utils.py
-@@ _unshard_fsdp_state_params
-             finally:
-+                places = handle.flat_param._param_infos if writeback else ()
-+                with torch.no_grad():
-+                    for view, (name, owner, _) in zip(handle._get_unflat_views(), places):
-+                        value = getattr(owner, name)
-+                        if value.data_ptr() != view.data_ptr():
-+                            view.copy_(value)
-                 stack.close()
+The values of the tensors that replaced the parameters would have to be copied into the flat parameter.
 """

@@ -38,14 +38,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-A state dict clones buffers of modules that have no parameters in a flat parameter.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/_state_dict_utils.py
-@@ _common_unshard_post_state_dict_hook
--    if not state_dict or not _has_fsdp_params(fsdp_state, module):
-+    if not state_dict:
-@@ _common_unshard_post_state_dict_hook
--        state_dict.pop(f"{prefix}{FLAT_PARAM}")
-+        state_dict.pop(f"{prefix}{FLAT_PARAM}", None)
+A state dict would have to clone buffers of modules that have no parameters in a flat parameter.
 """

@@ -45,32 +45,5 @@ def reproduce(rank, world_size, device):
 
 
 FIX = """
-Each group reduces the norm of the instances that are sharded over it.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/fully_sharded_data_parallel.py
-@@ FullyShardedDataParallel.clip_grad_norm_
-         # Reconstruct the total gradient norm depending on the norm type
-+        groups = {}
-+        for handle in self._all_handles:
-+            if handle.uses_sharded_strategy:
-+                params = handle.flat_param._params if handle._use_orig_params else [handle.flat_param]
-+                groups.setdefault(handle.process_group, []).extend(params)
-         if norm_type == math.inf:
-@@ FullyShardedDataParallel.clip_grad_norm_
-             )
--            dist.all_reduce(
--                total_norm, op=torch.distributed.ReduceOp.MAX, group=self.process_group
--            )
-+            for group in groups:
-+                dist.all_reduce(total_norm, op=torch.distributed.ReduceOp.MAX, group=group)
-         else:
--            total_norm = local_sharded_norm**norm_type
--            dist.all_reduce(total_norm, group=self.process_group)
-+            total_norm = torch.zeros_like(local_sharded_norm)
-+            for group, params in groups.items():
-+                norm = _get_grad_norm(params, norm_type, self._zero_scalar, self.compute_device) ** norm_type
-+                dist.all_reduce(norm, group=group)
-+                total_norm += norm
-             # All-reducing the local non-sharded norm would count it an extra
+Each group would have to reduce the norm of the instances that are sharded over it.
 """

@@ -41,11 +41,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-The flat parameter's gradient is released first if the views of it are None.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/_unshard_param_utils.py
-@@ _register_orig_params
-     if handle.is_sharded(handle.flat_param):
-+        handle._reset_flat_param_grad_info_if_needed()
+The flat parameter's gradient would have to be released first if the views of it are None.
 """

@@ -37,14 +37,3 @@ def reproduce(rank, world_size, device, workaround=False):
     others_wait = model._handle.pre_unshard()  # on the pre-unshard stream
     is_written = gradient.count_nonzero().item() < before
     return "written unordered" if is_written and not others_wait else "ordered", "ordered"
-
-
-FIX = """
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/_flat_param.py
-@@ FlatParamHandle._writeback_orig_params
-             if param.grad is None and flat_param.grad is not None:
-+                wroteback = True
-                 expected_shape = torch.Size([numel_in_shard])
-"""

@@ -40,13 +40,3 @@ def reproduce(rank, world_size, device):
     model = FSDP(model, device_id=device)
     actual = model(NoOptions(), 5.0, x=torch.ones(2, device=device)).item()
     return actual, 10.0  # the sum of two weights of 1, times 5
-
-
-FIX = """
-tried: 2.9, 2.13
-
---- torch/distributed/utils.py
-@@ _recursive_to
--        if _is_namedtuple(obj):
-+        if _is_namedtuple(obj) and len(obj) > 0:
-"""

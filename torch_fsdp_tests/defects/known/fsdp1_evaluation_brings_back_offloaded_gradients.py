@@ -41,16 +41,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-The buffer on the CPU is the gradient only if there is one. So a forward and a state dict before the first backward no
-longer copy it.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/_flat_param.py
-@@ FlatParamHandle.sharded_grad
--        if hasattr(flat_param, "_cpu_grad"):
-+        if hasattr(flat_param, "_cpu_grad") and (
-+            flat_param.grad is not None
-+            or self._training_state
-+            not in (HandleTrainingState.FORWARD, HandleTrainingState.IDLE)
-+        ):
+The buffer on the CPU would have to count as the gradient only if there is one.
 """

@@ -36,39 +36,7 @@ def reproduce(rank, world_size, device, workaround=False):
     return {name: "freed" if each() is None else "alive" for name, each in weak.items()}, dict.fromkeys(weak, "freed")
 
 
-FIX = '''
-The entries of ``_param_infos`` hold modules weakly, and the set ``_modules``, which nothing reads, is dropped.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/_flat_param.py
-@@ FlatParameter._init_metadata
--        self._modules = {pi.module for pi in self._param_infos}.union(
--            {spi.module for spi in self._shared_param_infos}
--        )
-+
-@@
- import warnings
-+import weakref
-@@ ParamInfo
--class ParamInfo(NamedTuple):
-+class _WeakInfo:
-+    """Values, of which modules are held weakly."""
-+
-+    def __init__(self, *values: Any) -> None:
-+        self._values = [
-+            weakref.ref(value) if isinstance(value, nn.Module) else value for value in values
-+        ]
-+
-+    def __iter__(self) -> Iterator[Any]:
-+        return (value() if isinstance(value, weakref.ref) else value for value in self._values)
-+
-+    param_name = property(lambda self: list(self)[0])
-+    module = property(lambda self: list(self)[1])
-+    module_name = property(lambda self: list(self)[2])
-+
-+
-+class ParamInfo(_WeakInfo):
-@@ SharedParamInfo
--class SharedParamInfo(NamedTuple):
-+class SharedParamInfo(_WeakInfo):
-'''
+FIX = """
+The entries of ``_param_infos`` would have to hold modules weakly, and the set ``_modules``, which nothing reads,
+would have to go.
+"""

@@ -36,20 +36,5 @@ def reproduce(rank, world_size, device):
 
 
 FIX = """
-The local tensor requires gradients only if the parameter does.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/tensor/parallel/_data_parallel_utils.py
-@@ _flatten_tensor
--        tensor._local_tensor.requires_grad_()
-+        tensor._local_tensor.requires_grad_(tensor.requires_grad)
---- torch/distributed/fsdp/_flat_param.py
-@@ _convert_to_params
--    return [t if isinstance(t, nn.Parameter) else nn.Parameter(t) for t in tensors]
-+    return [
-+        t
-+        if isinstance(t, nn.Parameter)
-+        else nn.Parameter(t, requires_grad=t.requires_grad)
-+        for t in tensors
-+    ]
+The local tensor would have to require gradients only if the parameter does.
 """

@@ -39,16 +39,3 @@ def reproduce(rank, world_size, device, workaround=False):
     scaler.update()
     actual = next(model.parameters()).item(), scaler.get_scale()
     return actual, (1.0, 512.0)  # no rank steps, and the scale is halved everywhere
-
-
-FIX = """
-tried: 2.9, 2.13, 2.15
-
---- torch/amp/grad_scaler.py
-@@ GradScaler._check_inf_per_device
-
-+        if hasattr(self, "process_group"):
-+            for found in self._found_inf_per_device(optimizer).values():
-+                torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, self.process_group)
-         return self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-"""

@@ -40,14 +40,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-The ranks take the maximum instead of the sum.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/sharded_grad_scaler.py
-@@ ShardedGradScaler.unscale_
--                        found_inf_on_device, async_op=True, group=self.process_group
-+                        found_inf_on_device, op=dist.ReduceOp.MAX, async_op=True, group=self.process_group
-@@ ShardedGradScaler.unscale_
--                    dist.all_reduce(found_inf, async_op=True, group=self.process_group)
-+                    dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, async_op=True, group=self.process_group)
+The ranks would have to take the maximum instead of the sum.
 """

@@ -40,11 +40,5 @@ def reproduce(rank, world_size, device):
 
 
 FIX = """
-A hybrid strategy synchronizes each buffer in both groups.
-tried: 2.9
-
---- torch/distributed/fsdp/_init_utils.py
-@@ _sync_module_params_and_buffers
--        if not getattr(buffer, FSDP_SYNCED, False):
-+        if True:
+A hybrid strategy would have to synchronize each buffer in both groups.
 """

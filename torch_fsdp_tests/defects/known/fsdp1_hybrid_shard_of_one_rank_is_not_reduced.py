@@ -39,11 +39,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-A hybrid strategy stays hybrid on shard groups of one rank.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/_init_utils.py
-@@ _init_core_state
--    if state.world_size == 1:
-+    if state.world_size == 1 and sharding_strategy not in HYBRID_SHARDING_STRATEGIES:
+A hybrid strategy would have to stay hybrid on shard groups of one rank.
 """

@@ -34,17 +34,3 @@ def reproduce(rank, world_size, device):
 
     actual = {"0.buffer": str(own.buffer.dtype), "1.0.buffer": str(ignored.buffer.dtype)}
     return actual, {"0.buffer": "torch.bfloat16", "1.0.buffer": "torch.float32"}  # only the second is ignored
-
-
-FIX = """
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/_init_utils.py
-@@ _get_ignored_buffer_names
--    for submodule in root_module.modules():
-+    for path, submodule in root_module.named_modules():
-@@ _get_ignored_buffer_names
--            all_ignored_buffer_names.update(optional_fsdp_state._ignored_buffer_names)
-+            names = optional_fsdp_state._ignored_buffer_names
-+            all_ignored_buffer_names.update(clean_tensor_name(f"{path}.{name}".lstrip(".")) for name in names)
-"""

@@ -43,11 +43,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-The policy's instances get the ignored modules, if there are any, instead of their parameters.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/fully_sharded_data_parallel.py
-@@ FullyShardedDataParallel.__init__
--                "ignored_states": self._ignored_params,
-+                "ignored_states": self._ignored_modules or self._ignored_params,
+The policy's instances would have to get the ignored modules instead of their parameters.
 """

@@ -32,20 +32,5 @@ def reproduce(rank, world_size, device):
 
 
 FIX = """
-A materialized parameter is ignored if the one before it was.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/_init_utils.py
-@@ _init_param_handle_from_module
--    # Materialize the module if needed
-+    places = [
-+        (each, name)
-+        for each in fully_sharded_module.modules()
-+        for name, param in each.named_parameters(recurse=False)
-+        if param in state._ignored_params
-+    ]
-@@ _init_param_handle_from_module
-
-+    state._ignored_params.update(getattr(each, name) for each, name in places)
-     ignored_buffers = {
+A materialized parameter would have to be ignored if the one before it was.
 """

@@ -42,17 +42,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-A dict of another kind is copied, and its values are replaced.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/utils.py
-@@ _apply_to_tensors
-+        elif isinstance(x, dict) and type(x) is not dict:
-+            made = copy.copy(x)
-+            made.update((key, apply(value)) for key, value in x.items())
-+            return made
-         elif isinstance(x, dict):
-@@
-+import copy
- import dataclasses
+A dict of another kind would have to be copied before its values are replaced.
 """

@@ -26,14 +26,3 @@ def reproduce(rank, world_size, device, workaround=False):
     ignored = [model[1]] if workaround else iter([model[1]])
     model = FSDP(model, device_id=device, ignored_modules=ignored)
     return [name for name, _ in model.module[1].named_parameters()], ["weight", "bias"]
-
-
-FIX = """
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/_init_utils.py
-@@ _init_ignored_module_states
-     ignored_parameters = None
-+    ignored_modules = None if ignored_modules is None else list(ignored_modules)
-     passed_as_ignored_states = ignored_states is not None
-"""

@@ -46,12 +46,5 @@ def reproduce(rank, world_size, device):
 
 
 FIX = """
-The buffer on the CPU gets the dtype of the parameter back before it becomes its gradient again.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/_flat_param.py
-@@ FlatParamHandle.prepare_gradient_for_optim
-+            if flat_param._cpu_grad.dtype != flat_param.dtype:
-+                flat_param._cpu_grad.data = flat_param._cpu_grad.to(flat_param.dtype)
-             flat_param.grad = flat_param._cpu_grad  # type: ignore[attr-defined]
+The buffer on the CPU would have to get the dtype of the parameter back before it becomes its gradient again.
 """

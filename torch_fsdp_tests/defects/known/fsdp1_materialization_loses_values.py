@@ -28,20 +28,3 @@ def reproduce(rank, world_size, device):
     model = FSDP(nn.Sequential(loaded, nn.Linear(1, 1, device="meta")), use_orig_params=True, device_id=device)
     with FSDP.summon_full_params(model):
         return [round(value, 4) for value in loaded.weight.flatten().tolist()], [5.0, 5.0]
-
-
-FIX = """
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/_init_utils.py
-@@ _materialize_meta_module
-                 if has_module_states:
-+                    states = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-+                    kept = [(name, state.detach().clone()) for name, state in states if not state.is_meta]
-                     module.to_empty(device=materialization_device, recurse=False)
--                    module.reset_parameters()  # type: ignore[operator]
-+                    module.reset_parameters()
-+                    for name, value in kept:
-+                        getattr(module, name).data.copy_(value)  # type: ignore[operator]
-     except BaseException as e:
-"""

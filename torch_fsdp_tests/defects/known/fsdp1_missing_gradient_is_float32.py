@@ -52,19 +52,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-The zeros have the dtype of the other ranks' gradients: that of the parameters, or a lower one if
-``keep_low_precision_grads`` keeps it.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/_flat_param.py
-@@ FlatParamHandle.unshard_grad
--            sharded_grad = torch.zeros(flat_param._sharded_size, device=self.device)  # type: ignore[attr-defined]
-+            in_full_precision = not self._keep_low_precision_grads or (
-+                self._use_full_prec_in_eval and not self._fully_sharded_module.training
-+            )
-+            sharded_grad = torch.zeros(
-+                flat_param._sharded_size,  # type: ignore[attr-defined]
-+                dtype=flat_param.dtype if in_full_precision else self._fwd_bwd_param_dtype,
-+                device=self.device,
-+            )
+The zeros would have to have the dtype of the other ranks' gradients.
 """

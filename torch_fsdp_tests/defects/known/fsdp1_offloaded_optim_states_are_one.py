@@ -41,11 +41,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-States are cloned with ``offload_to_cpu`` as without it.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/_optim_utils.py
-@@ _unflatten_orig_param_states
--        elif not cpu_offload:
-+        else:
+States would have to be cloned with ``offload_to_cpu`` as without it.
 """

@@ -44,14 +44,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-The parameters become views of the pinned copy at once.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/_flat_param.py
-@@ FlatParamHandle.init_flat_param_attributes
-             flat_param._local_shard = flat_param._local_shard.pin_memory()
-+            if not self.uses_sharded_strategy:
-+                flat_param.data = flat_param._local_shard
-+                if self._use_orig_params:
-+                    self._use_sharded_views()
+The parameters would have to become views of the pinned copy at once.
 """

@@ -38,15 +38,6 @@ def reproduce(rank, world_size, device, workaround=False):
     return f"{actual} bytes", f"{4 * torch.finfo(torch.float32).bits // 8} bytes"
 
 
-FIX = '''
-Parameters that are on the CPU already are not copied. So they stay allocated until the module is resharded.
-tried: 2.9, 2.13
-
---- torch/distributed/fsdp/_flat_param.py
-@@ FlatParamHandle.to_cpu
-         """
-+        if self.flat_param.device.type == "cpu":
-+            yield
-+            return
-         self._check_sharded_strategy()
-'''
+FIX = """
+Parameters that are on the CPU already would have to stay allocated until the module is resharded.
+"""

@@ -52,15 +52,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-The all-gathers of backward wait for the computation stream, which has written the parameters. So each one overlaps
-only with the computation that is issued after it.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/_runtime_utils.py
-@@ _pre_backward_hook
-             # call `_unshard()` again
-+            _wait_for_computation_stream(
-+                state._device_handle.current_stream(), state._unshard_stream, state._pre_unshard_stream
-+            )
-             if not handle._prefetched:
+The all-gathers of backward would have to wait for the computation stream, which has written the parameters.
 """

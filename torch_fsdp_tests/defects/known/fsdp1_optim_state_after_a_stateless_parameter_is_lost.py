@@ -45,27 +45,3 @@ def reproduce(rank, world_size, device, workaround=False):
     loaded.load_state_dict(FSDP.optim_state_dict_to_load(model, loaded, osd))
     state = loaded.state.get(next(model.parameters()), {})
     return {name: value.tolist() for name, value in state.items()}, {"momentum_buffer": [float(rank)]}
-
-
-FIX = """
-tried: 2.13, 2.15
-
---- torch/distributed/fsdp/_optim_utils.py
-@@ _flatten_optim_state_dict
--        if fqn not in unflat_osd_state:
-+        if not any(name in unflat_osd_state for name in fqns):
-@@ _flatten_optim_state_dict
-         if rank0_only:
-             for fqn in fqns:
--                if not unflat_osd_state[fqn]:
-+                if not unflat_osd_state.get(fqn):
-                     continue
-                 for state_name in unflat_osd_state[fqn]:
-@@ _flatten_optim_state_dict
-         if rank0_only:
-             for fqn in fqns:
--                if not unflat_osd_state[fqn]:
-+                if not unflat_osd_state.get(fqn):
-                     continue
-                 for state_name, param_state in list(unflat_osd_state[fqn].items()):
-"""

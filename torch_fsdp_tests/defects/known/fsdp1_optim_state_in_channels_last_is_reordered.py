@@ -48,21 +48,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-States are flattened in the memory order of their parameters.
-This costs a copy of each state that is loaded, also of contiguous ones.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/_optim_utils.py
-@@ _flatten_tensor_optim_state
--        torch.flatten(state_value.to(cpu_device))
-+        torch.empty_strided(shape, stride, dtype=dtype).copy_(state_value).as_strided((shape.numel(),), (1,))
-@@ _flatten_tensor_optim_state
--        for state_value, shape in zip(pos_dim_tensors, unflat_param_shapes)
-+        for state_value, shape, stride in zip(pos_dim_tensors, unflat_param_shapes, flat_param._strides)
-@@ _shard_orig_param_state
--            value = value.flatten()[
-+            if value.shape == flat_param._shapes[param_idx]:
-+                ordered = value.new_empty_strided(value.shape, flat_param._strides[param_idx])
-+                value = ordered.copy_(value).as_strided((value.numel(),), (1,))
-+            value = value.flatten()[
+States would have to be flattened in the memory order of their parameters.
 """

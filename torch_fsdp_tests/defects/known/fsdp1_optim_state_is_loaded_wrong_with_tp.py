@@ -47,15 +47,5 @@ def reproduce(rank, world_size, device):
 
 
 FIX = """
-Under tensor parallelism over the last dimension of the mesh, a rank loads its TP shard of a state.
-This costs a copy of each state that is loaded.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/_optim_utils.py
-@@ _shard_orig_param_state
-         ):
-+            for dim, size in enumerate(flat_param._shapes[param_idx]):
-+                parts = value.chunk(max(value.size(dim) // size, 1), dim)
-+                value = parts[dist.get_rank() % len(parts)]
-             value = value.flatten()[
+Under tensor parallelism over the last dimension of the mesh, a rank would have to load its TP shard of a state.
 """

@@ -42,11 +42,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-The source is the first rank of the group.
-tried: 2.13, 2.15
-
---- torch/distributed/fsdp/_optim_utils.py
-@@ _map_param_key_to_optim_keys
--        dist.broadcast_object_list(key_obj_list, src=0, group=group)
-+        dist.broadcast_object_list(key_obj_list, group_src=0, group=group)
+The source would have to be the first rank of the group.
 """

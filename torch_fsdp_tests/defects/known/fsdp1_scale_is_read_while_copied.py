@@ -54,13 +54,3 @@ def reproduce(rank, world_size, device):
     ):
         scaler.unscale_(torch.optim.SGD([param]))
     return ["may be on its way" if each else "has arrived" for each in seen], ["has arrived"] * 2
-
-
-FIX = """
-tried: 2.9, 2.13, 2.15
-
---- torch/amp/grad_scaler.py
-@@ _MultiDeviceReplicator.get
--            retval = self.master.to(device=device, non_blocking=True, copy=True)
-+            retval = self.master.to(device=device, copy=True)
-"""

@@ -36,14 +36,3 @@ def reproduce(rank, world_size, device):
         scaler.update()
         scales.append(scaler.get_scale())
     return scales, [2.0**127] * 4  # the largest power of two in float32
-
-
-FIX = """
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/sharded_grad_scaler.py
-@@ ShardedGradScaler._amp_update_scale_cpu_
--                self._scale *= self._growth_factor
-+                if torch.isfinite(self._scale * self._growth_factor):
-+                    self._scale *= self._growth_factor
-"""

@@ -58,13 +58,3 @@ def reproduce(rank, world_size, device, workaround=False):
         optim.step()
         actual.append(weight.flatten()[0].item())
     return actual, [0.75, 0.75, 0.5, 0.25]
-
-
-FIX = """
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/_runtime_utils.py
-@@ _catch_all_reshard
--            if already_resharded:
-+            if already_resharded and state._handle.uses_sharded_strategy:
-"""

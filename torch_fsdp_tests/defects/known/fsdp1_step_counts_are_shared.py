@@ -48,11 +48,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-Each parameter gets a copy of its state without dimensions, such as the number of steps.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/_optim_utils.py
-@@ _unflatten_communicated_optim_state
--        unflat_state_param.update(sorted_items(zero_dim_tensor_state))
-+        unflat_state_param.update((name, step.clone()) for name, step in sorted_items(zero_dim_tensor_state))
+Each parameter would have to get a copy of its state without dimensions, such as the number of steps.
 """

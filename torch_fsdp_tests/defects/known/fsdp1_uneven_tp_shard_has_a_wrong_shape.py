@@ -34,22 +34,3 @@ def reproduce(rank, world_size, device):
     model = FSDP(model, device_mesh=mesh["dp"], use_orig_params=True, device_id=device)
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         return tuple(model.state_dict()["0.weight"].shape), (2, 3)
-
-
-FIX = """
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/tensor/parallel/fsdp.py
-@@ _chunk_dtensor
--        tensor = tensor.to_local()
-+        shape, stride, tensor = tensor.shape, tensor.stride(), tensor.to_local()
-@@ _chunk_dtensor
-         shard_placements[-2] = DShard(0)  # type: ignore[call-overload]
--        shard_placements[-1] = tp_placement  # type: ignore[call-overload]
-+        shard_placements[-1] = tp_placement
-
-         return DTensor.from_local(
--            tensor, root_mesh, replicate_placements, run_check=False
-+            tensor, root_mesh, replicate_placements, run_check=False, shape=shape, stride=stride
-         ).redistribute(
-"""

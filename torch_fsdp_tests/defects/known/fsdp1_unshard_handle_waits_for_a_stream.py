@@ -27,8 +27,3 @@ def reproduce(rank, world_size, device):
     model(next(model.parameters()).new_ones(1, 2))  # the first forward makes the streams
     handle = model._unshard(async_op=True)
     return "a stream" if hasattr(handle._unshard_event, "wait_stream") else "an event", "an event"
-
-
-FIX = """
-PyTorch 2.11 does not have it, and its change was not tried with older versions.
-"""

@@ -54,15 +54,3 @@ def reproduce(rank, world_size, device):
         output.register_hook(look)
         output.sum().backward()
     return [storage in recorded for storage in read], [True, True]
-
-
-FIX = """
-tried: 2.9, 2.13
-
---- torch/distributed/fsdp/_flat_param.py
-@@ FlatParamHandle._use_sharded_flat_param
-             )
-+        if self._offload_params and not self.uses_sharded_strategy:
-+            _no_dispatch_record_stream(flat_param.data, self._device_handle.current_stream())
-         flat_param.data = flat_param._local_shard  # type: ignore[attr-defined]
-"""

@@ -43,15 +43,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-The end of backward reduces each gradient whose hook is still on another accumulator.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/_runtime_utils.py
-@@ _post_backward_final_callback
-     root_state = state
-+    for each in state._all_fsdp_states:
-+        handle = each._handle
-+        if handle and getattr(handle, "_ran_pre_backward_hook", False):
-+            if handle.flat_param.grad is not None and not handle.flat_param._post_backward_called:
-+                _post_backward_hook(each, handle, handle.flat_param)
+The end of backward would have to reduce each gradient whose hook is still on another accumulator.
 """

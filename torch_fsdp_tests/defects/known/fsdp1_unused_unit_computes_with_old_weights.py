@@ -63,12 +63,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-An instance whose flat parameter points to the shard counts as resharded only if it needs an unshard.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/_runtime_utils.py
-@@ _catch_all_reshard
-                 and not state._handle._skipped_use_sharded_views
-+                and (state._handle.needs_unshard() or not state._handle.uses_sharded_strategy)
-             )
+An instance whose flat parameter points to the shard would have to count as resharded only if it needs an unshard.
 """

@@ -51,27 +51,6 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-Unsharded parameters are kept after forward only if a backward may follow. A checkpointed forward runs without
-gradients, but the root's forward does not. So each forward of the root under ``no_grad`` all-gathers, and the root's
-parameters take no memory after it.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/_runtime_utils.py
-@@ _post_forward_reshard
--        not state._is_root
-+        handle.uses_sharded_strategy
-+        and not torch.is_grad_enabled()
-+        and not getattr(state, "_root_has_gradients", False)
-+        or not state._is_root
-@@ _post_forward_reshard
-     )
-+    if state._is_root:
-+        for each in state._all_fsdp_states:
-+            each._root_has_gradients = False
-     _reshard(state, handle, free_unsharded_flat_param)
-@@ _root_pre_forward
-                 return _root_cast_forward_input(state, module, args, kwargs)
-             return args, kwargs
-+        for each in state._all_fsdp_states:
-+            each._root_has_gradients = torch.is_grad_enabled()
+Unsharded parameters would have to be kept after forward only if a backward may follow. Each forward of the root under
+``no_grad`` would then all-gather.
 """

@@ -45,14 +45,3 @@ def reproduce(rank, world_size, device, workaround=False):
         loss.backward()
     with FSDP.summon_full_params(model, with_grads=True):
         return layers[1].weight.grad.tolist(), plain[1].weight.grad.tolist()
-
-
-FIX = """
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/_runtime_utils.py
-@@ _pre_backward_hook
-             return grad
-+        _reset_flat_param_grad_info_if_needed([handle])
-         handle._training_state = HandleTrainingState.BACKWARD_PRE
-"""

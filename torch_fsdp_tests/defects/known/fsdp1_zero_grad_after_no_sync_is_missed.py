@@ -44,15 +44,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-If ``grad`` was cleared after a backward in ``no_sync()``, forward drops the sharded gradient.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/_runtime_utils.py
-@@ _root_pre_forward
-         _reset_flat_param_grad_info_if_needed(state._all_handles)
-+        for handle in state._all_handles:
-+            flat_param = handle.flat_param
-+            is_between_backwards = handle._training_state == HandleTrainingState.IDLE
-+            if is_between_backwards and flat_param._post_backward_called and flat_param.grad is None:
-+                flat_param.__dict__.pop("_saved_grad_shard", None)
+If ``grad`` was cleared after a backward in ``no_sync()``, forward would have to drop the sharded gradient.
 """

@@ -53,14 +53,3 @@ def reproduce(rank, world_size, device, workaround=False):
     except AttributeError as error:
         return f"AttributeError: {error}", right
     return [layer.weight.grad.full_tensor()[0, 0].item() for layer in (model.left, model.right)], right
-
-
-FIX = """
-tried: 2.9, 2.13
-
---- torch/distributed/fsdp/_fully_shard/_fsdp_param.py
-@@ FSDPParam.to_accumulated_grad_if_needed
-             self.reduce_dtype is None
-+            or not hasattr(self, "_unsharded_param")
-             or self._unsharded_param.grad is None
-"""

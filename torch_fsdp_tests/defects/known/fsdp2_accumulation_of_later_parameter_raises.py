@@ -55,18 +55,6 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-Gradients of another dtype are cast to ``reduce_dtype``, which is one cast more for each group whose gradients had
+Gradients of another dtype would have to be cast to ``reduce_dtype``: one more cast for each group whose gradients had
 different dtypes.
-tried: 2.13
-
---- torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py
-@@ FSDPParamGroup.post_backward
--                    unsharded_grads.append(fsdp_param.unsharded_grad_data)
-+                    # No name for the gradient: it would live until the end of this function.
-+                    dtype = self._reduce_dtype or fsdp_param.unsharded_grad_data.dtype
-+                    unsharded_grads.append(fsdp_param.unsharded_grad_data.to(dtype))
-@@ FSDPParamGroup.post_backward
--                    unsharded_grads.append(fsdp_param.unsharded_zero_grad_data)
-+                    dtype = self._reduce_dtype or fsdp_param.unsharded_zero_grad_data.dtype
-+                    unsharded_grads.append(fsdp_param.unsharded_zero_grad_data.to(dtype))
 """

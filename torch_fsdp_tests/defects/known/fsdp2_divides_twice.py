@@ -35,17 +35,3 @@ def reproduce(rank, world_size, device):
     actual = model.weight.grad.full_tensor()[0, 0].item()
     right = 3 / 2  # three rows of ones, summed, over the factor
     return actual, right
-
-
-FIX = """
-tried: 2.13, 2.15
-
---- torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py
-@@ foreach_reduce [<2.15]
--            if gradient_divide_factor is not None:
-+            if gradient_divide_factor is not None and postdivide_factor is None:
---- torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py
-@@ foreach_reduce [>=2.15]
--            if gradient_divide_factor is not None and gradient_divide_factor != 1.0:
-+            if gradient_divide_factor is not None and postdivide_factor is None:
-"""

@@ -32,8 +32,3 @@ def reproduce(rank, world_size, device):
     model(torch.ones(1, 1, device=device)).sum().backward()
     torch.optim.SGD(model.parameters(), lr=0.5).step()
     return state_dict["weight"].full_tensor().flatten().tolist(), [0.5] * 3
-
-
-FIX = """
-PyTorch 2.10 does not have it, and its change was not tried with older versions.
-"""

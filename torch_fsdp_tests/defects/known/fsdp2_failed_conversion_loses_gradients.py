@@ -41,30 +41,5 @@ def reproduce(rank, world_size, device):
 
 
 FIX = """
-The gradients that were set aside are put back, although the conversion raises.
-tried: 2.15
-
---- torch/distributed/fsdp/_fully_shard/_fully_shard.py
-@@ FSDPModule._apply
--        ret = super()._apply(fn, recurse=recurse)  # type: ignore[misc]
--        with torch.no_grad():
--            for fsdp_param in fsdp_params:
--                fsdp_param.reset_sharded_param()
--                if (grad := saved_grads.get(fsdp_param)) is not None:
--                    param = fsdp_param.sharded_param
--                    param.grad = grad.to(device=param.device).requires_grad_(
--                        grad.requires_grad
--                    )
--        return ret
-+        try:
-+            return super()._apply(fn, recurse=recurse)  # type: ignore[misc]
-+        finally:
-+            with torch.no_grad():
-+                for fsdp_param in fsdp_params:
-+                    fsdp_param.reset_sharded_param()
-+                    if (grad := saved_grads.get(fsdp_param)) is not None:
-+                        param = fsdp_param.sharded_param
-+                        param.grad = grad.to(device=param.device).requires_grad_(
-+                            grad.requires_grad
-+                        )
+The gradients that were set aside would have to be put back if the conversion raises.
 """

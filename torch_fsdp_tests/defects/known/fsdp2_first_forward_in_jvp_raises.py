@@ -38,8 +38,3 @@ def reproduce(rank, world_size, device, workaround=False):
     except NotImplementedError as error:
         return str(error), right
     return f"an output of {output.item()}, and a tangent of {tangent.item()}", right
-
-
-FIX = """
-PyTorch 2.13 does not have it, and its change was not tried with older versions.
-"""

@@ -52,16 +52,3 @@ def reproduce(rank, world_size, device, workaround=False):
     actual = [gradient(policy, rank, world_size, device, workaround) for policy in policies]
     mean = (1 + 2**-8) / 2  # which is not a bfloat16 number; the nearest one is 0.5
     return actual, [mean, 0.5]
-
-
-FIX = """
-tried: 2.13
-
---- torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py
-@@ FSDPParamGroup.post_backward
-         )
-+        if self._orig_dtype is None:
-+            first = self.fsdp_params[0]
-+            self._orig_dtype, self._reduce_dtype = first.orig_dtype, first.reduce_dtype
-         self._training_state = TrainingState.POST_BACKWARD
-"""

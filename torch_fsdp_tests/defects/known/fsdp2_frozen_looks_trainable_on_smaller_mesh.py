@@ -32,8 +32,3 @@ def reproduce(rank, world_size, device, workaround=False):
 
     actual = model.bias.requires_grad
     return actual, False
-
-
-FIX = """
-PyTorch 2.12 does not have it, and its change was not tried with older versions.
-"""

@@ -48,17 +48,3 @@ def reproduce(rank, world_size, device, workaround=False):
     model(x, use_adapter=False).sum().backward()
     actual = None if model.adapter.bias.grad is None else model.adapter.bias.grad.full_tensor().tolist()
     return actual, None
-
-
-FIX = """
-tried: 2.13, 2.15
-
---- torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py
-@@ FSDPParamGroup.post_backward [<2.15]
--                    and fsdp_param.unsharded_param.requires_grad
-+                    and fsdp_param.sharded_param.requires_grad
---- torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py
-@@ FSDPParamGroup._get_unsharded_grad_to_reduce [>=2.15]
--            self.reduce_scatter_unused_params and unsharded_param.requires_grad
-+            self.reduce_scatter_unused_params and param.sharded_param.requires_grad
-"""

@@ -37,18 +37,3 @@ def reproduce(rank, world_size, device, workaround=False):
     mine = 256.0 + 2 * rank  # bfloat16 has 256 and 258, but not their mean
     model(torch.full((1, 2), mine, device=device, dtype=torch.bfloat16)).sum().backward()
     return model.weight.grad.full_tensor()[0, 0].item(), 257.0
-
-
-FIX = """
-tried: 2.13
-
---- torch/distributed/fsdp/_fully_shard/_fsdp_param.py
-@@ FSDPParam._init_sharded_param
-         )
-+        self.sharded_param.grad_dtype = param.grad_dtype
-         # Let `param_data` be freed normally when its ref count reaches 0 when
---- torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py
-@@ FSDPParamGroup._init_mp_dtypes
--        self._orig_dtype = next(iter(orig_dtypes)) if trainable_params else None
-+        self._orig_dtype = trainable_params[0].sharded_param.grad_dtype if trainable_params else None
-"""

@@ -52,34 +52,6 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-The pre-backward hook is registered on the outputs of all modules of the group. It does nothing if another output has
-unsharded the group, or if not all modules have run, as in a chunked loss: the group is still unsharded then.
-tried: 2.13, 2.15
-
---- torch/distributed/fsdp/_fully_shard/_fsdp_state.py
-@@ _register_group_forward_hooks
-     modules_set = set(modules)
-+    state = post_hook.__self__
-
-+    @_dynamo_disable
-+    def pre_backward_of_group(grad: torch.Tensor) -> torch.Tensor:
-+        is_ready = all(
-+            fsdp_param_group._training_state == TrainingState.PRE_BACKWARD
-+            for fsdp_param_group in state._fsdp_param_groups
-+        )
-+        if is_ready or state._training_state == TrainingState.FORWARD:
-+            return grad
-+        return state._pre_backward(grad)
-+
-     @_dynamo_disable
-     @functools.wraps(pre_hook)
-@@ _register_group_forward_hooks
-             if module in modules_to_run:
-                 modules_to_run.remove(module)
-                 if len(modules_to_run) == 0:
-                     return post_hook(hook_module, input, output)
-+            if torch.is_grad_enabled():
-+                for tensor in collect_grad_tensors(output):
-+                    tensor.register_hook(pre_backward_of_group)
-             return cast_output_dtype(output)
+The pre-backward hook would have to be registered on the outputs of all modules of the group. It would have to do
+nothing if another output has unsharded the group.
 """

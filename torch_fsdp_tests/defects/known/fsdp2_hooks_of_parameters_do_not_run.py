@@ -43,25 +43,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-The hooks get the reduced gradient before it is accumulated. With offload they wait for its copy, as
-post-accumulate-grad hooks do.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py
-@@ foreach_reduce [<2.10]
--                non_blocking = fsdp_param.pin_memory and not to_accumulate_grad
-+                non_blocking = (
-+                    fsdp_param.pin_memory
-+                    and not to_accumulate_grad
-+                    and not fsdp_param.sharded_param._backward_hooks
-+                )
-@@ foreach_reduce [>=2.10]
-                     and not to_accumulate_grad
-+                    and not fsdp_param.sharded_param._backward_hooks
-@@ foreach_reduce
-                     fsdp_param.grad_offload_event = post_reduce_stream.record_event()
-+            for hook in (fsdp_param.sharded_param._backward_hooks or {}).values():
-+                changed = hook(fsdp_param.to_sharded_dtensor(new_sharded_grad))
-+                new_sharded_grad = new_sharded_grad if changed is None else changed.to_local()
-             if to_accumulate_grad:
+The hooks would have to get the reduced gradient before it is accumulated, and with offload wait for its copy.
 """

@@ -46,8 +46,3 @@ def reproduce(rank, world_size, device):
         with mock.patch.object(torch.Tensor, "to", to):
             output.sum().backward()
     return seen, [False]
-
-
-FIX = """
-PyTorch 2.13 does not have it, and its change was not tried with older versions.
-"""

@@ -37,16 +37,3 @@ def reproduce(rank, world_size, device, workaround=False):
         actual = f"RuntimeError: {str(error).splitlines()[0]}"
     right = 2.0  # two weights of one, two inputs of one
     return actual, right
-
-
-FIX = """
-tried: 2.9, 2.13
-
---- torch/distributed/fsdp/_fully_shard/_fsdp_param.py
-@@ FSDPParam.init_all_gather_outputs
-+    @torch.inference_mode(False)
-     def init_all_gather_outputs(
-@@ FSDPParam.init_unsharded_param
-+    @torch.inference_mode(False)
-     def init_unsharded_param(self):
-"""

@@ -44,12 +44,5 @@ def reproduce(rank, world_size, device):
 
 
 FIX = """
-FSDP2 keeps the input of the hook as long as the input of its own all-reduce.
-tried: 2.9, 2.13
-
---- torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py
-@@ foreach_reduce
-             all_reduce_hook(reduce_output)
-+            all_reduce_input = reduce_output
-+            all_reduce_event = all_reduce_stream.record_event()
+FSDP2 would have to keep the input of the hook as long as the input of its own all-reduce.
 """

@@ -37,8 +37,3 @@ def reproduce(rank, world_size, device):
     except RuntimeError as error:
         return str(error), "accepted"
     return "accepted", "accepted"
-
-
-FIX = """
-PyTorch 2.12 does not have it, and its change was not tried with older versions.
-"""

@@ -54,14 +54,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-The final callback also reduces gradients that were computed late.
-tried: 2.13, 2.15
-
---- torch/distributed/fsdp/_fully_shard/_fsdp_state.py
-@@ FSDPState._root_post_backward_final_callback
--                    if fsdp_param_group._training_state != TrainingState.POST_BACKWARD:
-+                    if fsdp_param_group._training_state != TrainingState.POST_BACKWARD or any(
-+                        getattr(getattr(each, '_unsharded_param', None), 'grad', None) is not None
-+                        for each in fsdp_param_group.fsdp_params
-+                    ):
+The final callback would also have to reduce gradients that were computed late.
 """

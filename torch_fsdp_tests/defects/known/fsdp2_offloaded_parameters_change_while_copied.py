@@ -79,30 +79,5 @@ def copies_of_stand_ins(device, world_size, workaround):
 
 
 FIX = """
-At the end of a forward without gradients, the CPU waits for the copies of offloaded parameters.
-It waits for all work of the device, so the CPU cannot run ahead of such a forward.
-tried: 2.13, 2.15
-
---- torch/distributed/fsdp/_fully_shard/_fsdp_state.py
-@@ FSDPState._post_forward [<2.15]
-             output = self._force_complete_incomplete_states(output)
-+            # A backward would wait for the offloaded gradients.
-+            if not torch.is_grad_enabled() and any(
-+                fsdp_param.pin_memory
-+                for state in self._state_ctx.all_states
-+                for group in state._fsdp_param_groups
-+                for fsdp_param in group.fsdp_params
-+            ):
-+                self._device_handle.synchronize()
---- torch/distributed/fsdp/_fully_shard/_fsdp_state.py
-@@ FSDPState._post_forward [>=2.15]
-                 output = self._force_complete_incomplete_states(output)
-+                # A backward would wait for the offloaded gradients.
-+                if not torch.is_grad_enabled() and any(
-+                    fsdp_param.pin_memory
-+                    for state in self._state_ctx.all_states
-+                    for group in state._fsdp_param_groups
-+                    for fsdp_param in group.fsdp_params
-+                ):
-+                    self._device_handle.synchronize()
+At the end of a forward without gradients, the CPU would have to wait for the copies of offloaded parameters.
 """

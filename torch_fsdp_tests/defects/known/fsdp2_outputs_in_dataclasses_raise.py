@@ -47,8 +47,3 @@ def reproduce(rank, world_size, device):
     except RuntimeError as error:
         return str(error), "trains"
     return "trains", "trains"
-
-
-FIX = """
-PyTorch 2.12 does not have it, and its change was not tried with older versions.
-"""

@@ -48,8 +48,3 @@ def reproduce(rank, world_size, device, workaround=False):
     gradient = model.body.weight.grad
     actual = None if gradient is None else gradient.full_tensor()[0, 0].item()
     return actual, 4.0  # two chunks, each with a gradient of 2 by the hidden state
-
-
-FIX = """
-PyTorch 2.13 does not have it, and its change was not tried with older versions.
-"""

@@ -43,8 +43,3 @@ def reproduce(rank, world_size, device, workaround=False):
     with torch.no_grad():
         model(torch.ones(1, 2, device=device))
     return type(model.body.weight).__name__, "DTensor"
-
-
-FIX = """
-PyTorch 2.13 does not have it, and its change was not tried with older versions.
-"""

@@ -42,14 +42,6 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-Partial reductions add up in the parameter's dtype. Their sum is all-reduced in ``reduce_dtype``, as any gradient.
-tried: 2.9, 2.13
-
---- torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py
-@@ foreach_reduce
--                    partial_reduce_output = reduce_output
-+                    partial_reduce_output = reduce_output.to(orig_dtype)
-@@ foreach_reduce
--                reduce_output += partial_reduce_output
-+                reduce_output = (reduce_output + partial_reduce_output).to(reduce_dtype)
+Partial reductions would have to add up in the parameter's dtype, and only their sum would be all-reduced in
+``reduce_dtype``.
 """

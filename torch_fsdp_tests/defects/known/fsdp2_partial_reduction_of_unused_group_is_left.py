@@ -55,23 +55,6 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-While there are gradients that were reduced in one dimension of the mesh alone, parameters without a gradient contribute
-zeros, so that all microbatches reduce the same parameters.
-tried: 2.13
-
---- torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py
-@@ FSDPParamGroup.post_backward
-             unsharded_grads: list[torch.Tensor] = []
-+            is_partial = isinstance(self.mesh_info, DDPMeshInfo) and (
-+                self._partial_reduce_output is not None
-+                or not self.all_reduce_grads
-+                and any(
-+                    getattr(getattr(each, "_unsharded_param", None), "grad", None) is not None
-+                    or each.unsharded_accumulated_grad is not None
-+                    for each in self.fsdp_params
-+                )
-+            )
-@@ FSDPParamGroup.post_backward
--                    self.reduce_scatter_unused_params
-+                    (self.reduce_scatter_unused_params or is_partial)
+While there are gradients that were reduced in one dimension of the mesh alone, parameters without a gradient would
+have to contribute zeros.
 """

@@ -46,25 +46,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-If no backward follows, the root waits for unused all-gathers and drops their results.
-tried: 2.13, 2.15
-
---- torch/distributed/fsdp/_fully_shard/_fsdp_state.py
-@@ FSDPState._post_forward [<2.15]
-             self._state_ctx.iter_forward_root = None
-+            for state in [] if torch.is_grad_enabled() else self._state_ctx.all_states:
-+                for group in state._fsdp_param_groups:
-+                    if group._all_gather_result is not None:
-+                        group.wait_for_unshard()
-+                        group.reshard()
-         return self._cast_output_dtype(output)
---- torch/distributed/fsdp/_fully_shard/_fsdp_state.py
-@@ FSDPState._post_forward [>=2.15]
-                 self._state_ctx.iter_forward_root = None
-+                for state in [] if torch.is_grad_enabled() else self._state_ctx.all_states:
-+                    for group in state._fsdp_param_groups:
-+                        if group._all_gather_result is not None:
-+                            group.wait_for_unshard()
-+                            group.reshard()
-             return self._cast_output_dtype(output)
+If no backward follows, the root would have to wait for unused all-gathers and drop their results.
 """

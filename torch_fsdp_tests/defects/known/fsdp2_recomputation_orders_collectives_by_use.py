@@ -88,7 +88,6 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-Recomputation all-gathers when autograd needs a saved tensor, and this depends on what a rank uses. Its order among
-reductions would be the same on all ranks if no group were reduced before the last recomputation, but all unsharded
-gradients would then live until the end of backward. Reductions in a process group of their own need no such order.
+No group would have to be reduced before the last recomputation, which keeps all unsharded gradients until the end of
+backward. Reductions in a process group of their own need no such order.
 """

@@ -39,8 +39,3 @@ def reproduce(rank, world_size, device, workaround=False):
     except RuntimeError as error:
         return str(error).partition("\n")[0], "a gradient of 1.0"
     return f"a gradient of {model.weight.grad.full_tensor()[0, 0].item()}", "a gradient of 1.0"
-
-
-FIX = """
-PyTorch 2.13 does not have it, and its change was not tried with older versions.
-"""

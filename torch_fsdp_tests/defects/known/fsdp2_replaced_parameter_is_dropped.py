@@ -44,15 +44,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-Each all-gather from the local shards checks whether a parameter or its memory was replaced.
-This costs a ``reset_sharded_param`` of each parameter in each all-gather: two in a step if the group reshards after
-forward, and one otherwise.
-tried: 2.13, 2.15
-
---- torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py
-@@ FSDPParamGroup.unshard
-
-+        for fsdp_param in self.fsdp_params if self.is_sharded else ():
-+            fsdp_param.reset_sharded_param()
-         if isinstance(self.mesh_info, FSDPMeshInfo):
+Each all-gather from the local shards would have to check whether a parameter or its memory was replaced.
 """

@@ -52,18 +52,3 @@ def reproduce(rank, world_size, device, workaround=False):
     model(x.to(device)).sum().backward()
     actual = [layer.weight.grad.full_tensor()[0, 0].item() for layer in model]
     return actual, right
-
-
-FIX = """
-tried: 2.13
-
---- torch/distributed/fsdp/_fully_shard/_fully_shard.py
-@@ FSDPModule.reset_iter_state
-         state._reset_iter_state()
-+        for module in self.modules():
-+            groups = module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ()
-+            for param in (param for group in groups for param in group.fsdp_params):
-+                param.unsharded_accumulated_grad = None
-+                if hasattr(param, "_unsharded_param"):
-+                    param._unsharded_param.grad = None
-"""

@@ -41,8 +41,3 @@ def reproduce(rank, world_size, device, workaround=False):
     except IndexError as error:
         actual = f"IndexError: {error}"
     return actual, 4.0
-
-
-FIX = """
-PyTorch 2.13 does not have it, and its change was not tried with older versions.
-"""

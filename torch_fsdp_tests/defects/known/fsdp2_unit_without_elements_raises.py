@@ -45,16 +45,3 @@ def reproduce(rank, world_size, device, workaround=False):
     except RuntimeError as error:
         return f"RuntimeError: {str(error).splitlines()[0]}", "a gradient without elements"
     return "a gradient without elements", "a gradient without elements"
-
-
-FIX = """
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py
-@@ foreach_reduce_scatter_copy_in
- ) -> None:
-+    unsharded_grads = [grad for grad in unsharded_grads if grad.numel()]
-+    if not unsharded_grads:
-+        return
-     reduce_scatter_input = reduce_scatter_input.view(world_size, -1)
-"""

@@ -71,18 +71,3 @@ def reproduce(rank, world_size, device, workaround=False):
             waits.append("device")
         second.backward()
     return gathered == len(model) or actual[gathered], True
-
-
-FIX = """
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py
-@@ FSDPParamGroup.finalize_backward [<2.15]
-                 torch.accelerator.current_stream().wait_event(event)
-+                self.comm_ctx.all_gather_copy_in_stream.wait_event(event)
-             work = self._all_gather_result.all_gather_work
---- torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py
-@@ FSDPParamGroup.finalize_backward [>=2.15]
-                 self.device_handle.current_stream().wait_event(event)
-+                self.comm_ctx.all_gather_copy_in_stream.wait_event(event)
-"""

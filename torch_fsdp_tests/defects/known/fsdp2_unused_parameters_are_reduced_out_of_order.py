@@ -50,64 +50,7 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-With unused parameters, groups are reduced in an order that does not depend on use: the reverse of that in which the
-root has its modules. A group that is done before its predecessors keeps its unsharded gradients until they were
-reduced. If all ranks use all groups in the root's order, nothing waits. A group that is used several times is reduced
-again after each later use, as before.
-tried: 2.13, 2.15
-
---- torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py
-@@ FSDPCommContext.lazy_init
-         self.post_forward_order: list[FSDPParamGroup] = []  # will cause ref cycles
-+        # With unused parameters: groups that this backward has not reduced yet
-+        self.unreduced_groups: list[FSDPParamGroup] = []
-@@ FSDPParamGroup.post_backward [<2.15]
-+            if self in self.comm_ctx.unreduced_groups[1:]:
-+                if self.reshard_after_backward:
-+                    self.reshard()
-+                return
-             if not self.reduce_grads:
-@@ FSDPParamGroup.post_backward [>=2.15]
--                if not self.reduce_grads:
-+                if (
-+                    not self.reduce_grads
-+                    or self in self.comm_ctx.unreduced_groups[1:]
-+                ):
-                     self._post_backward_pending = True
-@@ FSDPParamGroup.finalize_backward
-+    @_dynamo_disable
-+    def reduce_next_groups(self):
-+        unreduced = self.comm_ctx.unreduced_groups
-+        while unreduced and unreduced[0]._training_state == TrainingState.POST_BACKWARD:
-+            if (group := unreduced.pop(0)) is not self:
-+                group.post_backward()
-+
-     def finalize_backward(self):
-@@ RegisterPostBackwardFunction.backward
-         ctx.param_group.post_backward()
-+        ctx.param_group.reduce_next_groups()
-
---- torch/distributed/fsdp/_fully_shard/_fsdp_state.py
-@@ FSDPState._register_root_post_backward_final_callback
-         self._state_ctx.post_backward_final_callback_queued = True
-+        self._comm_ctx.unreduced_groups += [
-+            fsdp_param_group
-+            for state in reversed(self._state_ctx.all_states)
-+            for fsdp_param_group in reversed(state._fsdp_param_groups)
-+            if fsdp_param_group.reduce_scatter_unused_params
-+            and fsdp_param_group.reduce_grads
-+        ]
-@@ FSDPState._root_post_backward_final_callback [<2.15]
-             self._state_ctx.iter_forward_root = None
-+            while self._comm_ctx.unreduced_groups:
-+                self._comm_ctx.unreduced_groups.pop(0).post_backward()
-@@ FSDPState._root_post_backward_final_callback [>=2.15]
-             self._state_ctx.iter_forward_root = None
-+            if manual_finalization:  # reduces what is pending in the same order
-+                self._comm_ctx.unreduced_groups.clear()
-+            while self._comm_ctx.unreduced_groups:
-+                self._comm_ctx.unreduced_groups.pop(0).post_backward()
-@@ FSDPState._reset_iter_state
-         self._comm_ctx.post_forward_order.clear()
-+        self._comm_ctx.unreduced_groups.clear()
+With unused parameters, groups would have to be reduced in an order that does not depend on use, such as the reverse
+of that in which the root has its modules. A group that is done before its predecessors would keep its unsharded
+gradients until they were reduced.
 """

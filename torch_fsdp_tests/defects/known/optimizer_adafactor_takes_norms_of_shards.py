@@ -46,19 +46,3 @@ def reproduce(rank, world_size, device):
     actual = [round(value, 4) for value in step(model, device)]
     right = [round(value, 4) for value in step(layer(world_size, device), device)]
     return actual, right
-
-
-FIX = """
-tried: 2.9, 2.13, 2.15
-
---- torch/optim/_adafactor.py
-@@ _single_tensor_adafactor
--        alpha = max(eps2, param.norm(2).item() / (param.numel() ** 0.5)) * rho_t
-+        def item(tensor):
-+            return getattr(tensor, 'full_tensor', lambda: tensor)().item()
-+
-+        alpha = max(eps2, item(param.norm(2)) / (param.numel() ** 0.5)) * rho_t
-@@ _single_tensor_adafactor
--        denom = max(1.0, update.norm(2).item() / ((update.numel() ** 0.5) * d))
-+        denom = max(1.0, item(update.norm(2)) / ((update.numel() ** 0.5) * d))
-"""

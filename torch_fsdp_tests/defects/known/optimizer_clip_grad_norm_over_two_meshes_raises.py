@@ -53,35 +53,6 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-If gradients are plain tensors, or DTensors of several meshes, their norms become plain tensors, and the gradients are scaled by a number.
-tried: 2.9, 2.13, 2.15
-
---- torch/nn/utils/clip_grad.py
-@@ _get_total_norm
-+    if len({getattr(norm, "device_mesh", None) for norm in norms}) > 1:
-+        norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
-     total_norm = torch.linalg.vector_norm(
-@@ _clip_grads_with_norm_
-     clip_coef_clamped = torch.clamp(clip_coef, max=1.0)
-+    meshes = {getattr(each, "device_mesh", None) for each in (*grads, total_norm)}
-+    number = clip_coef_clamped.item() if len(meshes) > 1 else None
-@@ _clip_grads_with_norm_
--            torch._foreach_mul_(device_grads, clip_coef_clamped.to(device))
-+            torch._foreach_mul_(
-+                device_grads,
-+                clip_coef_clamped.to(device) if number is None else number,
-+            )
-@@ _clip_grads_with_norm_
--            clip_coef_clamped_device = clip_coef_clamped.to(device)
-+            clip_coef_clamped_device = (
-+                clip_coef_clamped.to(device) if number is None else number
-+            )
---- torch/optim/optimizer.py
-@@ Optimizer.zero_grad
--                        torch._foreach_zero_(grads)
-+                        by_mesh: dict[Any, list[torch.Tensor]] = defaultdict(list)
-+                        for grad in grads:
-+                            by_mesh[getattr(grad, "device_mesh", None)].append(grad)
-+                        for alike in by_mesh.values():
-+                            torch._foreach_zero_(alike)
-"""  # noqa: E501
+For plain tensors, or DTensors of several meshes, the norms would have to become plain tensors, and the gradients be
+scaled by a number.
+"""

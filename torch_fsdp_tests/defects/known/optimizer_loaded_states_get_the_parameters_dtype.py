@@ -44,11 +44,5 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-States stay in the dtype in which they were saved.
-tried: 2.9, 2.13, 2.15
-
---- torch/optim/optimizer.py
-@@ Optimizer._process_value_according_to_param_policy
--                return value.to(dtype=param.dtype, device=param.device)
-+                return value.to(device=param.device)
+States would have to stay in the dtype in which they were saved.
 """
