@@ -1,11 +1,10 @@
-"""The documents: their commands work, their links are valid, they are short, and they avoid some words."""
+"""The documents: their commands work, their links are valid, and the first page is short."""
 
 import ast
 import concurrent.futures
 import dataclasses
 import doctest
 import functools
-import io
 import json
 import os
 import re
@@ -14,7 +13,6 @@ import shlex
 import subprocess
 import sys
 import tempfile
-import tokenize
 import unittest
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,13 +26,11 @@ from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.verdict import State
 
 MARK = re.compile(r"<!-- (executed|parsed|not executed: .+) -->")
-MADE = re.compile(r"<!-- made by .*? -->.*?<!-- end of what .*? made -->", re.DOTALL)
 SPAN = re.compile(r"`([^`]+)`")
 COMMANDS = ("sh", "console")  # the languages of blocks with commands
 PROGRAMS = ("python", "torchrun", "srun", "run_test.py", installation.COMMAND, "pip")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 LONGEST_README = 110  # lines
-MOST_WORDS = 12_000
 OUTPUT_OF = "2.13."  # the version of torch whose output the documents show
 LIMIT = 300  # seconds for an executed block
 LANGUAGES = (*COMMANDS, "text", "python", "json", "toml")
@@ -96,11 +92,6 @@ def blocks(text: str) -> Iterator[Block]:
             paragraph.append(line)
     if paragraph:
         yield Block(mark, None, "\n".join(paragraph))
-
-
-def prose(text: str) -> str:
-    """The text that a person wrote: without code, and without generated parts."""
-    return "\n\n".join(SPAN.sub("", block.text) for block in blocks(MADE.sub("", text)) if block.language is None)
 
 
 def simple_commands(line: str) -> list[list[str]]:
@@ -210,49 +201,9 @@ def unknown_names(text: str) -> list[str]:
     return [name for name in names if name not in known_names()]
 
 
-@functools.cache
-def words_to_avoid() -> tuple[list[Path], str, dict[re.Pattern[str], str]]:
-    """The files to check, a pattern of allowed text, and patterns of words to avoid with their replacements."""
-    _, files, allowed, words = re.split(r"^\[\w+\]$", read(INPUTS / "words.txt"), flags=re.MULTILINE)
-    rows = (line.rsplit(" | ", 1) for line in words.splitlines() if line)
-    patterns = {re.compile(rf"(?<![\w-])(?:{pattern})(?![\w-])", re.IGNORECASE): instead for pattern, instead in rows}
-    return (
-        [path for glob in files.split() for path in sorted(ROOT.glob(glob)) if path.name != Path(__file__).name],
-        "|".join(filter(None, allowed.splitlines())),
-        patterns,
-    )
-
-
-def words_of(path: Path) -> str:
-    """The text that the check of words reads: the prose of a document, or all tokens of code except names of tests."""
-    if path.suffix == ".md":
-        return prose(read(path))
-    tokens = tokenize.generate_tokens(io.StringIO(read(path)).readline)
-    return "\n".join(token.string.replace("_", " ") for token in tokens if not token.string.startswith("test_"))
-
-
-@functools.cache
-def _any_word_to_avoid() -> re.Pattern[str]:
-    """A pattern for lower case, which is much faster. It finds at least what the patterns of single words find."""
-    return re.compile(rf"\b(?:{'|'.join(pattern.pattern for pattern in words_to_avoid()[2])})".lower())
-
-
-def wrong_words(text: str) -> list[str]:
-    """The words in a text that are to be avoided, with their replacements."""
-    _, allowed, patterns = words_to_avoid()
-    text = re.sub(allowed, "", re.sub(r"\s+", " ", text), flags=re.IGNORECASE)
-    if not _any_word_to_avoid().search(text.lower()):
-        return []
-    return [
-        f"{text[max(0, found.start() - 30) : found.end() + 20]!r}: instead of {found[0]!r} write: {instead}"
-        for pattern, instead in patterns.items()
-        for found in pattern.finditer(text)
-    ]
-
-
 @unittest.skipUnless((ROOT / "CONTRIBUTING.md").exists(), "needs the documents of a checkout")
 class TestDocuments(TestCase):
-    """Without it, a document could have dead links, wrong names or words to avoid, or no link to it."""
+    """Without it, a document could have dead links or wrong names, or no link to it."""
 
     def test_every_link_leads_somewhere(self):
         found = {name(page): dead_links(page) for page in documents()}
@@ -267,9 +218,8 @@ class TestDocuments(TestCase):
             new = {link for link in links if link.suffix == ".md" and link.exists()} - reached
         self.assertEqual({name(page) for page in set(documents()) - reached}, set())
 
-    def test_documents_are_short(self):
+    def test_readme_is_short(self):
         self.assertLessEqual(len(read(ROOT / "README.md").splitlines()), LONGEST_README)
-        self.assertLessEqual(sum(len(read(page).split()) for page in documents()), MOST_WORDS)
 
     def test_generated_parts_have_their_marks(self):
         """The commands that make them reject a page without the marks."""
@@ -282,13 +232,6 @@ class TestDocuments(TestCase):
         self.assertEqual({name(page): found for page in documents() if (found := unknown_names(read(page)))}, {})
         absent = "_a_name" + "_that_is_gone"
         self.assertEqual(unknown_names(f"Call `judge(x)`, `fsdp2_` and `{absent}` of `known_names`."), [absent])
-
-    def test_words_are_the_usual_ones(self):
-        files, _, patterns = words_to_avoid()
-        self.assertGreater(len(patterns), 20)
-        self.assertIn(ROOT / "README.md", files)
-        found = [f"{name(path)}: {word}" for path in files for word in wrong_words(words_of(path))]
-        self.assertEqual("\n".join(found), "")
 
     def test_every_outcome_and_exit_status_is_explained(self):
         page = read(ROOT / "docs" / "reading-a-report.md")
@@ -305,17 +248,6 @@ class TestDocuments(TestCase):
             links = "[a](#one--two) [b](#three) [c](none.md) [d](page.md#one--two) [e](https://x.y)"
             page.write_text(f"# One & Two\n{links}\n")
             self.assertEqual(dead_links(page), ["#three", "none.md"])
-
-    def test_wrong_words_are_found(self):
-        (found,) = wrong_words("There is a way\nround.")
-        self.assertTrue(found.endswith("instead of 'way round' write: workaround"), found)
-        with tempfile.TemporaryDirectory() as folder:
-            code, page = Path(folder) / "code.py", Path(folder) / "page.md"
-            code.write_text('def mend_it():\n    """Rejects it."""  # in silence\n    print("lonely")\n')
-            words = {line.rpartition("instead of ")[2].partition(" write")[0] for line in wrong_words(words_of(code))}
-            self.assertEqual(words, {"'mend'", "'in silence'", "'lonely'"})
-            page.write_text("a workaround in a torch build, `refused`\n\n```text\nrefused\n```\n")
-            self.assertEqual(wrong_words(words_of(page)), [])
 
 
 @unittest.skipUnless((ROOT / "CONTRIBUTING.md").exists(), "needs the documents of a checkout")
