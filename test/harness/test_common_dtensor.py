@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -14,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from torch_fsdp_tests.common_distributed import needs
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor.common_dtensor import (
@@ -30,7 +28,6 @@ from torch_fsdp_tests.distributed._tensor.common_dtensor import (
     skip_unless_torch_gpu,
     with_comms,
 )
-from torch_fsdp_tests.installed_torch import torch_facts
 
 TOKENS = (4, 8)  # batch and sequence
 
@@ -40,13 +37,13 @@ def transformer(**kwargs: Any) -> Transformer:
     return Transformer(ModelArgs(dropout_p=0.0, **kwargs)).to(accelerator.current().type)
 
 
-def tokens(length: int = TOKENS[1]) -> torch.Tensor:
+def tokens() -> torch.Tensor:
     torch.manual_seed(11)
-    return torch.randint(0, 8, (TOKENS[0], length), device=accelerator.current().type)
+    return torch.randint(0, 8, TOKENS, device=accelerator.current().type)
 
 
 class TestModels(TestCase):
-    """Without it, a model could ignore its mask, dropout or checkpointing, and tests of these would prove nothing."""
+    """Without it, a model could ignore its mask or its dropout, and tests of these would prove nothing."""
 
     def test_mask_hides_later_positions(self):
         x = tokens()
@@ -65,19 +62,6 @@ class TestModels(TestCase):
         model.eval()
         self.assertEqual(model(x), model(x))
 
-    def test_checkpointed_activations_are_computed_twice(self):
-        x = tokens()
-        gradients = []
-        for checkpoint_activations, calls in ((False, 1), (True, 2)):
-            model = transformer(checkpoint_activations=checkpoint_activations)
-            block = model.layers[0]
-            with mock.patch.object(block.attention, "forward", side_effect=block.attention.forward) as forward:
-                model(x).sum().backward()
-            self.assertEqual(forward.call_count, calls)
-            gradients.append([param.grad for param in model.parameters()])
-        once, twice = gradients
-        self.assertEqual(once, twice)
-
     def test_stacked_layers(self):
         x = torch.randn(2, 10)
         once = MLPModule("cpu")
@@ -91,65 +75,18 @@ class TestModels(TestCase):
 
 
 class TestParallelModels(DTensorTestBase):
-    """Without it, FSDP with tensor parallelism could be compared with a model that computes something else."""
+    """Without it, attention could get DTensors where a test asks for this rank's heads, or a wrong mesh be accepted."""
 
-    world_size = 4
-
-    def compare(
-        self,
-        plain: nn.Module,
-        parallel: nn.Module,
-        local: Callable[[torch.Tensor], torch.Tensor],
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        """Compare outputs and all gradients. ``local(x)`` is this rank's part of the input, which ``group`` splits."""
-        x = tokens()
-        expected = plain(x)
-        expected.square().sum().backward()
-        output = parallel(local(x))
-        self.assertEqual(output, local(expected))
-        output.square().sum().backward()
-        names = dict(plain.named_parameters())
-        self.assertEqual([name for name, _ in parallel.named_parameters()], list(names))
-        for name, param in parallel.named_parameters():
-            grad = param.grad
-            if isinstance(grad, DTensor):
-                grad = grad.full_tensor()
-            if "experts" not in name and local(x).size(0) != x.size(0):
-                dist.all_reduce(grad, group=group)  # the gradients come from this rank's tokens only
-            self.assertEqual(grad, names[name].grad, atol=1e-4, rtol=1e-4, msg=name)
+    world_size = 2
 
     @with_comms
-    def test_tensor_parallelism(self):
-        options = ((False, True, False), (True, True, False), (True, False, False), (True, True, True))
-        for use_seq_parallel, weight_tying, local_heads in options:
-            plain = transformer(weight_tying=weight_tying)
-            parallel = Transformer.parallelize(copy.deepcopy(plain), self.mesh, use_seq_parallel, local_heads)
-            hook = mock.Mock(return_value=None)
-            parallel.layers[0].attention.wq.register_forward_hook(hook)
-            self.assertEqual(parallel.output.weight is parallel.tok_embeddings.weight, weight_tying)
-            self.assertIsInstance(parallel.layers[1].attention.wo.weight, DTensor)
-            self.compare(plain, parallel, local=lambda x: x)
-            self.assertIs(type(hook.call_args.args[-1]), torch.Tensor if local_heads else DTensor)
-
-    @with_comms
-    def test_expert_parallelism(self):
-        plain = transformer(num_experts=4)
-        parallel = Transformer.parallelize(copy.deepcopy(plain), None, False, ep_mesh=self.mesh)
-        weight = parallel.layers[0].expert_layer.experts.w1
-        self.assertEqual(tuple(weight.to_local().shape), (1, 64, 16))
-        self.compare(plain, parallel, local=lambda x: x[self.rank : self.rank + 1])
-
-    @needs(torch_facts.CONCATENATES_MESHES)
-    @with_comms
-    def test_expert_and_tensor_parallelism(self):
-        mesh = init_device_mesh(self.device_type, (2, 2), mesh_dim_names=("ep", "tp"))
-        plain = transformer(num_experts=4)
-        parallel = Transformer.parallelize(copy.deepcopy(plain), mesh["tp"], False, ep_mesh=mesh["ep"])
-        weight = parallel.layers[0].expert_layer.experts.w2
-        self.assertEqual(tuple(weight.to_local().shape), (2, 16, 32))
-        half = slice(0, 2) if self.rank < 2 else slice(2, 4)
-        self.compare(plain, parallel, local=lambda x: x[half], group=mesh.get_group("ep"))
+    def test_attention_gets_local_heads(self):
+        plain = transformer()
+        parallel = Transformer.parallelize(copy.deepcopy(plain), self.mesh, True, local_output_for_attn=True)
+        hook = mock.Mock(return_value=None)
+        parallel.layers[0].attention.wq.register_forward_hook(hook)
+        self.assertEqual(parallel(tokens()), plain(tokens()))
+        self.assertIs(type(hook.call_args.args[-1]), torch.Tensor)
 
     @with_comms
     def test_misuse_is_refused(self):
@@ -166,14 +103,6 @@ class TestProcesses(DTensorTestBase):
     """Without it, ``with_comms`` could give a test the wrong group, leak it, or hang after a failure."""
 
     world_size = 2
-
-    @with_comms
-    def test_bare(self):
-        self.assertEqual((dist.get_rank(), dist.get_world_size()), (self.rank, 2))
-        self.assertEqual(dist.get_backend(), self.backend)
-        self.assertIs(self.mesh, self.mesh)
-        self.assertEqual((self.mesh.size(), self.mesh.device_type), (2, accelerator.current().type))
-        self.mesh = None  # upstream's tests assign it
 
     @skip_if_lt_x_gpu(2)
     @skip_unless_torch_gpu

@@ -1,4 +1,4 @@
-"""``logging_utils`` and ``inductor_utils``: settings end with their block, and a missing compiler is detected."""
+"""Small helpers under upstream's names: ``TwoTensor``, settings of logs, and compilers that do not work."""
 
 from __future__ import annotations
 
@@ -13,8 +13,37 @@ import torch
 from torch_fsdp_tests import inductor_utils
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.logging_utils import LoggingTestCase, log_settings, logs_to_string
+from torch_fsdp_tests.two_tensor import TwoTensor
 
 FSDP = logging.getLogger("torch.distributed.fsdp.fully_shard")
+
+
+class TwoTensorTest(TestCase):
+    """Without it, a ``TwoTensor`` could have parts that differ, or lose its size when the compiler unflattens it."""
+
+    def setUp(self):
+        super().setUp()
+        self.parts = torch.rand(4, 3), torch.rand(4, 3)
+
+    def test_flatten_and_unflatten(self):
+        two = TwoTensor(*self.parts)
+        names, context = two.__tensor_flatten__()
+        inner = {name: getattr(two, name) for name in names}
+        again = TwoTensor.__tensor_unflatten__(inner, context, torch.Size([8, 3]), (3, 1))
+        self.assertEqual((again.a, again.b, again.shape), (*self.parts, (8, 3)))
+
+    def test_parts_must_be_alike(self):
+        a, b = self.parts
+        for other, what in [
+            (b.double(), "dtype"),
+            (b[:2], "shape"),
+            (b.t().contiguous().t(), "stride"),
+            (b.clone().requires_grad_(), "requires_grad"),
+            (torch.rand(5, 3)[1:], "storage_offset"),
+            (b.to("meta"), "device"),
+        ]:
+            with self.subTest(what=what), self.assertRaisesRegex(AssertionError, what):
+                TwoTensor(a, other)
 
 
 class SettingsTest(LoggingTestCase):
@@ -34,36 +63,16 @@ class SettingsTest(LoggingTestCase):
         self.assertEqual(stream.getvalue(), "inside\n")
         self.assertEqual([each for each in logger.handlers if getattr(each, "stream", None) is stream], [])
 
-    def test_a_whole_process(self):
-        code = "import logging, torch; logging.getLogger('torch.distributed.fsdp.fully_shard').debug('FSDP::line')"
-        _, stderr = self.run_process_no_exception(code, env=os.environ | {"TORCH_LOGS": "+fsdp"})
-        self.assertIn("FSDP::line", stderr.decode())
-
 
 class InductorTest(TestCase):
     """Without it, tests that compile could run on a machine without a compiler, and fail instead of being skipped."""
 
-    def setUp(self):
-        super().setUp()
-        for probe in (inductor_utils.why_no_host_compiler, inductor_utils.why_no_device_compiler):
-            probe.cache_clear()
-            self.addCleanup(probe.cache_clear)
-
     def test_a_compiler_is_asked_to_compile(self):
         for compiler, reason in (("no-such-compiler", "does not run"), ("false", "cannot build an extension")):
             inductor_utils.why_no_host_compiler.cache_clear()
+            self.addCleanup(inductor_utils.why_no_host_compiler.cache_clear)
             with self.subTest(compiler=compiler), unittest.mock.patch.dict(os.environ, {"CXX": compiler}):
                 self.assertRegex(inductor_utils.why_no_host_compiler(), reason)
-
-    def test_the_probe_runs_once(self):
-        with unittest.mock.patch("subprocess.run", wraps=__import__("subprocess").run) as started:
-            answers = {inductor_utils.why_no_host_compiler() for _ in range(3)}
-        self.assertEqual((len(answers), started.call_count), (1, 1))
-
-    def test_names_agree(self):
-        self.assertEqual(inductor_utils.HAS_GPU, inductor_utils.why_no_device_compiler() is None)
-        if not inductor_utils.HAS_GPU:
-            self.assertFalse(inductor_utils.HAS_CUDA)
 
 
 if __name__ == "__main__":
