@@ -1,6 +1,5 @@
 """Names that this project does not define come from the installed torch, and those about ranks never do."""
 
-import ast
 import importlib
 import os
 import subprocess
@@ -14,9 +13,8 @@ from unittest import mock
 import torch
 import torch._dynamo.test_case
 import torch.distributed as dist
-from sources import PACKAGE, TESTS_OF_FSDP, trees
 
-from torch_fsdp_tests import common_cuda, common_distributed, common_fsdp, settings
+from torch_fsdp_tests import common_distributed, common_fsdp, settings
 from torch_fsdp_tests.common_device_type import (
     Capability,
     dtypes,
@@ -27,14 +25,12 @@ from torch_fsdp_tests.common_device_type import (
 from torch_fsdp_tests.common_distributed import (
     DynamoDistributedSingleProcTestCase,
     MultiProcessTestCase,
-    core_dumps_disabled,
     spawn_threads_and_init_comms,
 )
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import TestCase, parametrize, run_tests
 from torch_fsdp_tests.common_utils.parametrization import instantiate_parametrized_tests
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorOpTestBase
 from torch_fsdp_tests.installed_torch import upstream_names
 from torch_fsdp_tests.installed_torch.upstream_tables import BORROWED, INSTEAD
 from torch_fsdp_tests.ranks import RanksErred, RanksFailed
@@ -107,19 +103,6 @@ class TestBorrowed(TestCase):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
         self.assertEqual((done.stdout, done.returncode), ("[] False\n", 0), done.stderr)
 
-    def test_a_constant_is_computed_without_the_driver(self):
-        fails = mock.Mock(side_effect=AssertionError("this process asked the device"))
-        with mock.patch.object(upstream_names, "_idle_device", return_value=torch.cpu):
-            ask = upstream_names._without_driver
-            self.assertIs(ask("common_cuda", "SM90OrLater", fails), bool(common_cuda.SM90OrLater))
-            failed = subprocess.CompletedProcess([], 1, "", "Traceback\nImportError: no driver")
-            with mock.patch.object(subprocess, "run", return_value=failed):
-                with self.assertRaisesRegex(RuntimeError, "asks the device failed: ImportError: no driver"):
-                    ask("common_cuda", "X", fails)
-        with mock.patch.object(upstream_names, "_idle_device", return_value=None):
-            with self.assertRaisesRegex(AssertionError, "asked the device"):
-                ask("common_cuda", "SM90OrLater", fails)
-
     def test_an_import_asks_no_device(self):
         fails = mock.Mock(side_effect=AssertionError("this process asked the device"))
         device = types.SimpleNamespace(is_available=fails, device_count=fails)
@@ -131,10 +114,9 @@ class TestBorrowed(TestCase):
         with self.assertRaisesRegex(AssertionError, "asked the device"):
             device.device_count()
 
-    @parametrize("first", ["torch_fsdp_tests.common_utils", "torch._dynamo.test_case"])
-    def test_run_tests_of_torch_is_ours(self, first):
+    def test_run_tests_of_torch_is_ours(self):
         code = (
-            f"import {first}\n"
+            "import torch._dynamo.test_case\n"
             "from torch_fsdp_tests.common_utils import TestCase\n"
             "class TestMine(TestCase):\n"
             "    def test_mine(self): self.assertEqual(1, 1)\n"
@@ -147,15 +129,6 @@ class TestBorrowed(TestCase):
             done = subprocess.run([sys.executable, file, "-v"], capture_output=True, text=True, timeout=300)
         self.assertIn("test_mine (__main__.TestMine.test_mine) ... ok", done.stderr)
         self.assertEqual(done.returncode, 0)
-
-    def test_nothing_here_imports_upstreams_harness(self):
-        found = []
-        for path, tree in trees(PACKAGE, TESTS_OF_FSDP, with_words=UPSTREAM):
-            for node in ast.walk(tree):
-                modules = [node.module] if isinstance(node, ast.ImportFrom) else []
-                modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-                found += [str(path) for module in modules if (module or "").startswith(UPSTREAM)]
-        self.assertEqual(found, [])
 
 
 class TestAssigned(TestCase):
@@ -232,33 +205,9 @@ class TestDecorators(MultiProcessTestCase):
         with self.assertRaisesRegex(unittest.SkipTest, "needs lib.nothing, which .* does not have as far as is known"):
             requires_capabilities(Capability.lib.nothing)(self.fail)()
 
-    def test_rocm(self):
-        with (
-            mock.patch.object(common_distributed.vendor_requirements, "TEST_WITH_ROCM", True),
-            mock.patch.object(torch.version, "hip", "6.4.1-abc"),
-        ):
-            for decorator, version in (("lessthan", (7, 0)), ("atleast", (6, 4)), ("lessthan", None)):
-                skips = getattr(common_distributed, f"skip_if_rocm_ver_{decorator}_multiprocess")(version)(self.fail)
-                self.assertRaises(unittest.SkipTest, skips)
-            common_distributed.skip_if_rocm_ver_lessthan_multiprocess((6, 4))(lambda: None)()
-
-    def test_core_dumps(self):
-        import resource
-
-        before = resource.getrlimit(resource.RLIMIT_CORE)
-        with core_dumps_disabled():
-            self.assertEqual(resource.getrlimit(resource.RLIMIT_CORE)[0], 0)
-        self.assertEqual(resource.getrlimit(resource.RLIMIT_CORE), before)
-
 
 class TestThreads(TestCase):
     """Without it, a test in threads of the calling process could pass although a rank failed."""
-
-    @spawn_threads_and_init_comms(world_size=3)
-    def test_ranks(self):
-        ranks = [None] * 3
-        dist.all_gather_object(ranks, dist.get_rank())
-        self.assertEqual(ranks, [0, 1, 2])
 
     def test_a_rank_that_fails(self):
         @spawn_threads_and_init_comms
@@ -286,42 +235,10 @@ class TestOneProcess(DynamoDistributedSingleProcTestCase):
         self.assertEqual(torch.ones(1, device=self.device).device.type, accelerator.current().type)
 
 
-class TestGroupOfARank(MultiProcessTestCase):
-    """Without it, ranks of a test of compiled models could meet those of another run, or keep their group."""
-
-    world_size = 2
-
-    def setUp(self):
-        super().setUp()
-        self._spawn_processes()
-
-    def test_real(self):
-        with common_distributed._dynamo_dist_per_rank_init(self.rank, 2, rdvz_file=self.file_name):
-            ranks = [None] * 2
-            dist.all_gather_object(ranks, self.rank)
-            self.assertEqual(ranks, [0, 1])
-        self.assertFalse(dist.is_initialized())
-
-    def test_fake(self):
-        with common_distributed._dynamo_dist_per_rank_init(self.rank, 64, fake_pg=True):
-            self.assertEqual((dist.get_world_size(), dist.get_backend()), (64, "fake"))
-
-
-class TestOperators(DTensorOpTestBase):
-    """Without it, a test of DTensor's operators in threads would have no mesh."""
-
-    def test_mesh(self):
-        self.assertEqual(self.build_device_mesh().size(), self.world_size)
-
-
 class TestUpstreamsBase(FSDPTest, torch._dynamo.test_case.TestCase):
     """Without it, a test case of PyTorch among the bases could keep ranks from starting."""
 
     world_size = 2
-
-    def test_ranks(self):
-        self.assertEqual(dist.get_world_size(), 2)
-        self.assertIn(self.rank, (0, 1))
 
     def test_order(self):
         wrong = type("Wrong", (torch._dynamo.test_case.TestCase, FSDPTest), {})()
@@ -350,7 +267,6 @@ class TestUpstreamsDecorators(TestCase):
         self.assertEqual(sum(name.startswith("test_data_types_") for name in dir(self)), 2)
 
 
-instantiate_parametrized_tests(TestBorrowed)
 instantiate_parametrized_tests(TestDecorators)
 instantiate_device_type_tests(TestUpstreamsDecorators, globals())
 

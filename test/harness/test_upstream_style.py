@@ -3,8 +3,6 @@
 import ast
 import os
 import re
-import unittest
-import unittest.mock
 from importlib import import_module
 from pathlib import Path
 
@@ -17,20 +15,13 @@ from torch_fsdp_tests.common_device_type import instantiate_device_type_tests
 from torch_fsdp_tests.common_distributed import (
     TEST_SKIPS,
     DistributedTestBase,
-    DynamoDistributedMultiProcTestCase,
     MultiProcessTestCase,
     MultiThreadedTestCase,
-    cleanup_temp_dir,
-    initialize_temp_directories,
     requires_nccl,
     requires_nccl_version,
-    requires_world_size,
     skip_if_lt_x_gpu,
-    with_dist_debug_levels,
 )
-from torch_fsdp_tests.common_fsdp import get_devtype
 from torch_fsdp_tests.common_utils import FILE_SCHEMA, TestCase, run_tests
-from torch_fsdp_tests.device import accelerator
 
 NAMES = Path(__file__).with_name("inputs") / "upstream_names.txt"
 IMPORTED = [line for line in NAMES.read_text().splitlines() if not line.startswith("#")]
@@ -108,14 +99,6 @@ class TestProcesses(MultiProcessTestCase):
         self.assertEqual(ranks, [0, 1, 2])
         self.assertEqual(self.is_master, dist.get_rank() == 0)
 
-    @skip_if_lt_x_gpu(2, allow_cpu=False)
-    def test_accelerator_only(self):
-        self.assertNotEqual(get_devtype().type, "cpu")
-
-    @requires_world_size(2)
-    def test_requires_world_size(self):
-        self.assertEqual(vars(type(self).test_requires_world_size)["_required_world_size"], 2)
-
 
 class TestSkipCodes(TestCase):
     """Without it, a rank that skips with a code of upstream could fail here, or skip with another reason."""
@@ -144,82 +127,8 @@ class TestBase(DistributedTestBase):
         self.assertEqual(dist.get_backend(group), "fake")
 
 
-class TestDebugLevels(DynamoDistributedMultiProcTestCase):
-    """Without it, a test for several levels of torch's checks could run once, or leak a level."""
-
-    seen: list
-
-    def setUp(self):
-        self.assertEqual(self.world_size, accelerator.current().ranks)
-        super().setUp()
-
-    @with_dist_debug_levels(["DETAIL", "INFO"])
-    def _run_at_each_level(self, fails: bool = False) -> int:
-        self.seen.append((os.environ["TORCH_DISTRIBUTED_DEBUG"], dist.get_debug_level()))
-        if fails:
-            raise ZeroDivisionError
-        return len(self.seen)
-
-    def _check(self) -> None:
-        self.create_pg(accelerator.current().type)
-        level, variable = dist.get_debug_level(), os.environ.get("TORCH_DISTRIBUTED_DEBUG")
-        self.seen = []
-        with unittest.mock.patch.object(dist, "barrier", side_effect=lambda: self.seen.append("barrier")):
-            self.assertEqual(self._run_at_each_level(), 3)
-        detail, info = ("DETAIL", dist.DebugLevel.DETAIL), ("INFO", dist.DebugLevel.INFO)
-        self.assertEqual(self.seen, [detail, "barrier", info, "barrier"])
-        with self.assertRaises(ZeroDivisionError):
-            self._run_at_each_level(fails=True)
-        self.assertEqual((dist.get_debug_level(), os.environ.get("TORCH_DISTRIBUTED_DEBUG")), (level, variable))
-
-    def test_levels(self):
-        os.environ.pop("TORCH_DISTRIBUTED_DEBUG", None)
-        self._check()
-        with self.assertRaisesRegex(ValueError, "with_dist_debug_levels has no level"):
-            with_dist_debug_levels([])
-
-    @unittest.mock.patch.dict(os.environ, {"TORCH_DISTRIBUTED_DEBUG": "OFF"})
-    def test_levels_with_one_before(self):
-        self._check()
-
-
-class TestDirectories(MultiProcessTestCase):
-    """Without it, the ranks of an upstream test could have no directory, or each its own, or leak it."""
-
-    world_size = 2
-
-    @classmethod
-    def setUpClass(cls):
-        super().setUpClass()
-        initialize_temp_directories()
-        cls.directory = os.environ["TEMP_DIR"]
-
-    @classmethod
-    def tearDownClass(cls):
-        initialize_temp_directories("env://")
-        assert not os.path.exists(cls.directory), "the first directory is left"
-        assert os.environ["INIT_METHOD"] == "env://"
-        directory = os.environ["TEMP_DIR"]
-        cleanup_temp_dir()
-        cleanup_temp_dir()
-        assert not os.path.exists(directory), "the second directory is left"
-        assert not {"TEMP_DIR", "INIT_METHOD"} & os.environ.keys()
-        super().tearDownClass()
-
-    def setUp(self):
-        super().setUp()
-        self._spawn_processes()
-
-    def test_ranks_share_it(self):
-        self.assertEqual(sorted(os.listdir(os.environ["TEMP_DIR"])), ["barrier", "init_dir", "test_dir"])
-        dist.init_process_group("gloo", init_method=os.environ["INIT_METHOD"], rank=self.rank, world_size=2)
-        directories = [None] * 2
-        dist.all_gather_object(directories, os.environ["TEMP_DIR"])
-        self.assertEqual(len(set(directories)), 1)
-
-
 class TestThreads(MultiThreadedTestCase):
-    """Without it, an upstream test in threads could run without ``perThreadSetUp`` or ``assertEqualOnRank``."""
+    """Without it, an upstream test in threads could compare nothing on the rank that it names."""
 
     world_size = 2
 
@@ -227,14 +136,7 @@ class TestThreads(MultiThreadedTestCase):
         super().setUp()
         self._spawn_threads()
 
-    def perThreadSetUp(self):
-        self.prepared = True
-
     def test_ranks(self):
-        ranks = [None] * self.world_size
-        dist.all_gather_object(ranks, self.rank)
-        self.assertEqual(ranks, [0, 1])
-        self.assertTrue(self.prepared)
         self.assertEqualOnRank(self.rank, 1, rank=1)
         self.assertNotEqualOnRank(self.rank, 1, rank=0)
         for differs, rank in ((self.assertEqualOnRank, 1), (self.assertNotEqualOnRank, 0)):
