@@ -18,17 +18,16 @@ from trees import FolderCase
 from torch_fsdp_tests.device import vendors
 from torch_fsdp_tests.device.vendors import Vendor
 from torch_fsdp_tests.dispatch import devices, expectations, keywords, last_failures, options, plan, times
-from torch_fsdp_tests.dispatch.devices import DeviceSet, find, loads_extensions, parse_names
+from torch_fsdp_tests.dispatch.devices import find, loads_extensions, parse_names
 from torch_fsdp_tests.dispatch.discover import discover
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
-from torch_fsdp_tests.dispatch.expectations import Entry, MalformedList, Situation
-from torch_fsdp_tests.dispatch.file_result import Attempt, EndKind, FileResult, ProcessEnd, worst_of_each
+from torch_fsdp_tests.dispatch.expectations import MalformedList
+from torch_fsdp_tests.dispatch.file_result import Attempt, EndKind, FileResult, ProcessEnd
 from torch_fsdp_tests.dispatch.last_failures import WHOLE_FILE, Failed
 from torch_fsdp_tests.dispatch.plan import Job, ShardedTest, TestRun, calculate_shards
 from torch_fsdp_tests.dispatch.run_results import Results
 from torch_fsdp_tests.dispatch.runtests import Execution, Output, RunTests, Selection
 from torch_fsdp_tests.dispatch.select import UnknownTest, select
-from torch_fsdp_tests.dispatch.upstream import absent
 from torch_fsdp_tests.installed_torch.version_ranges import version_fits
 from torch_fsdp_tests.settings import ConfigurationError
 from torch_fsdp_tests.verdict import State, TestResult
@@ -69,32 +68,21 @@ class TestShards(unittest.TestCase):
         dealt = calculate_shards(4, [TestRun(f"t{number}") for number in range(8)], {})
         self.assertEqual([len(parts) for _, parts in dealt], [2, 2, 2, 2])
 
-    def test_long_file_is_split(self):
-        dealt = calculate_shards(3, [TestRun("long"), TestRun("short")], {"long": 1300, "short": 10})
-        parts = sorted((p.shard, p.num_shards, round(p.get_time())) for _, ps in dealt for p in ps if p.name == "long")
-        self.assertEqual(parts, [(1, 3, 433), (2, 3, 433), (3, 3, 433)])
-
-    def test_no_threshold_makes_endless_parts(self):
-        self.assertEqual(len(plan.split([TestRun("f")], {"f": plan.LONGEST}, {}, 1e-300)), plan.MAX_PARTS)
-
     def test_part_of_a_file_takes_its_classes_time(self):
-        times = {"f": {"A": 5.0, "B": 7.0}}
-        self.assertEqual(plan.estimate(TestRun("f", frozenset(["A"])), {"f": 12.0}, times), 5.0)
-        self.assertEqual(plan.estimate(TestRun("f", excluded=frozenset(["A"])), {"f": 12.0}, times), 7.0)
-        self.assertIsNone(plan.estimate(TestRun("f", frozenset(["C"])), {"f": 12.0}, times))
+        """And some tests of a class their share of it. B inherits its tests, so their share is not known."""
+        times, names = {"f": {"ACPU": 8.0, "B": 7.0}}, {"f": {"A": ["test_1", "test_2", "test_3", "test_4"], "B": []}}
+        for included, excluded, seconds in (
+            *((("B",), (), 7.0), ((), ("B",), 8.0), (("C",), (), None), (("A*",), (), 8.0), (("A*.test_1",), (), 2.0)),
+            *(
+                (("A*.test_1", "A*.test_[34]"), (), 6.0),
+                (("A*.test_9",), (), 8.0),
+                (("A*.test_1", "B.test_1"), (), 9.0),
+            ),
+        ):
+            with self.subTest(included=included, excluded=excluded):
+                test = TestRun("f", frozenset(included), frozenset(excluded))
+                self.assertEqual(plan.estimate(test, {"f": 15.0}, times, names), seconds)
         self.assertEqual(plan.estimate(TestRun("f", frozenset(["A.1"]), seconds=0.5), {"f": 12.0}, times), 0.5)
-
-    def test_some_tests_of_a_class_take_their_share_of_its_time(self):
-        times = {"f": {"ACPU": 8.0, "B": 7.0, "C": 5.0}}
-        names = {"f": {"A": ["test_1", "test_2", "test_3", "test_4"], "B": []}}  # B inherits its tests
-        expected: dict[tuple[str, ...], float | None] = {("A*",): 8.0, ("A*.test_1",): 2.0, ("A*.test_1", "A*"): 8.0}
-        expected |= {("A*.test_1_some", "A*.test_1_other", "A*.test_[34]"): 6.0, ("A*.test_1", "D"): None}
-        expected |= {("A*.test_1", "B.test_1", "C.test_1"): 14.0}
-        expected |= {("A*.test_9",): 8.0}  # it is not in the source, so its share is not known
-        for included, seconds in expected.items():
-            with self.subTest(included):
-                self.assertEqual(plan.estimate(TestRun("f", frozenset(included)), {}, times, names), seconds)
-        self.assertEqual(plan.estimate(TestRun("f", frozenset(["A*.test_1"])), {}, times), 8.0)
 
 
 class TestOrder(unittest.TestCase):
@@ -132,12 +120,6 @@ class TestOrder(unittest.TestCase):
             self.assertLessEqual(sum(p.job.slots for p in placed if p.start <= moment < p.end), 8)
         shared_evenly = sum(job.slots * job.part.get_time() for job in jobs) / 8
         self.assertLess(plan.makespan(placed), 1.1 * shared_evenly)
-
-    def test_a_job_wider_than_the_pool_gets_all_of_it(self):
-        part = ShardedTest(TestRun("f"))
-        self.assertEqual(plan.make_jobs([part], {"f": 8}, 4), [Job(part, 4, 4)])
-        self.assertEqual(plan.make_jobs([part], {"f": 8}, None), [Job(part, 0, 1)])
-        self.assertEqual(plan.make_jobs([part], {"f": 8}, 0), [Job(part, 8, 1)])
 
 
 class TestDevices(FolderCase):
@@ -184,13 +166,6 @@ class TestDevices(FolderCase):
             unittest.mock.patch.object(devices, "loads_extensions", lambda environment: autoload),
         ):
             yield
-
-    def asked(self, found: DeviceSet, device: str | None, backend: str | None = None, ranks: int | None = None) -> bool:
-        """Whether the check of a device asks torch, once, and for all that was requested."""
-        with unittest.mock.patch.object(devices, "_ask_torch") as ask_torch:
-            devices.check(found, device, backend, ranks)
-        self.assertIn(ask_torch.mock_calls, ([], [unittest.mock.call(device, backend, ranks)]))
-        return ask_torch.called
 
     def test_a_package_declares_its_devices(self):
         foo = Vendor("foo", ("FOO_VISIBLE",), lambda: 3, "fooccl")
@@ -275,7 +250,9 @@ class TestDevices(FolderCase):
                 with self.subTest(words), unittest.mock.patch.dict("os.environ", environment):
                     with self.assertRaisesRegex(ConfigurationError, words):
                         devices.check(find("foo", None, environment), "foo", None, None)
-            self.assertTrue(self.asked(find("bar", None, {}), "bar"))  # only torch knows the number
+            with unittest.mock.patch.object(devices, "_ask_torch") as ask_torch:
+                devices.check(find("bar", None, {}), "bar", None, None)
+            ask_torch.assert_called_once_with("bar", None, None)  # only torch knows the number
 
     def test_a_range_in_a_variable(self):
         found = find(None, None, {"NEURON_RT_VISIBLE_CORES": "0-2, 5"})
@@ -284,40 +261,6 @@ class TestDevices(FolderCase):
 
     def test_a_negative_index_ends_the_list(self):
         self.assertEqual(find("cuda", None, {"CUDA_VISIBLE_DEVICES": "4,-1,5"}).names, ("4",))
-
-    def test_what_a_run_checks_of_a_device(self):
-        """A run checks a device without torch if the answer is certain, and otherwise asks torch.
-
-        Neither a variable that names devices nor a package that declares some makes it certain that they exist.
-        """
-
-        def nodes(count: int) -> AbstractContextManager[object]:
-            """A machine on which each vendor counts so many devices."""
-            return unittest.mock.patch.object(Vendor, "devices_there", lambda self: count)
-
-        foo, there = DeviceSet("foo", ("0",), "FOO", "foocl"), DeviceSet("xpu", ("0",), "Z", "xccl")
-        gone, host = DeviceSet("xpu", (), "Z", "xccl"), DeviceSet("cpu", (), None, "gloo")  # the CPU is the subject
-        npu = DeviceSet("npu", ("0",), "N", "hccl")
-        certain = [(host, None, None), (there, "xpu", None), (there, "xpu", "gloo"), (foo, None, None)]
-        certain.append((host, "cpu", "gloo"))  # the CPU is the subject
-        uncertain = [(host, None, "mpi"), (there, "xpu", "nccl"), (gone, "xpu", None), (foo, "foo", "foocl")]
-        uncertain += [(npu, "npu", None), (host, "cpu", "mpi")]  # the CPU is the subject
-        for device_set, device, backend in (*certain, *uncertain):
-            declared = self.declared({"foo": Vendor("foo")}, autoload=False, build="xpu")
-            with self.subTest(device=device, backend=backend), declared, nodes(int(device_set is not gone)):
-                asks = (device_set, device, backend) in uncertain
-                self.assertIs(self.asked(device_set, device, backend), asks)
-        with self.built_for("xpu"), nodes(0):
-            self.assertTrue(self.asked(there, "xpu"))  # its variable names a device that does not exist
-        not_built = self.assertRaisesRegex(ConfigurationError, "was not built for the device type 'xpu'")
-        with self.built_for("cuda"), not_built:
-            devices.check(there, "xpu", None, None)
-
-        described = Vendor("foo", describe="torch_foo.testing:describe")
-        for vendor, autoload in ((described, False), (Vendor("foo"), True)):
-            for device in ("foo", None):
-                with self.declared({"foo": vendor}, autoload):
-                    self.assertTrue(self.asked(foo, device, "foocl", 3))
 
     @unittest.skipIf(devices.torch_version() is None, "torch is not installed")
     def test_vendor_that_cannot_be_imported_is_refused_before_the_first_test(self):
@@ -370,13 +313,6 @@ class TestSelect(FolderCase):
             self.assertEqual(len(self.chosen(words)), number)
         self.assertEqual([test.file for test in self.chosen([], ["distributed"])], ["test_top"])
 
-    def test_inside(self):
-        """A generated test is not in the source, and can still be named."""
-        for name in ("test_one", "test_one_generated"):
-            expected = [TestRun("test_top", frozenset([f"TestA.{name}"]))]
-            self.assertEqual(self.chosen([f"test_top::TestA::{name}"]), expected)
-        self.assertEqual(self.chosen(["test_top::TestA", "test_top"]), [TestRun("test_top")])
-
     def test_what_is_included_and_not_excluded(self):
         """All pairs of a file, a class and some tests, included and excluded. No part is left without a test."""
         tests = ["TestA.test_one", "TestA.test_two", "TestB.test_one", "TestB.test_two"]
@@ -392,36 +328,6 @@ class TestSelect(FolderCase):
                 parts = [{tests[place] for place in part.selected(tests)} for part in self.chosen(include, exclude)]
                 left = named(include) - named(exclude)
                 self.assertEqual(parts, [left] if left else [])
-
-    def test_what_is_both_included_and_within_the_limits(self):
-        """All pairs of a file, a class and some tests, on both sides. A file that the limits do not name is out."""
-        tests = ["TestA.test_one", "TestA.test_two", "TestB.test_one", "TestB.test_two"]
-        names = ["", "::TestA", "::TestA::test_one", "::TestB::test_two"]
-        sides = [[f"test_top{name}" for name in pair] for n in (1, 2) for pair in itertools.combinations(names, n)]
-        for include, within in itertools.product([[], *sides], sides):
-            with self.subTest(include=include, within=within):
-                expected: list[set[str]] = [
-                    {tests[place] for part in self.chosen(words) for place in part.selected(tests)}
-                    for words in (include or ["test_top"], within)
-                ]
-                parts = self.chosen(include, within=[*within, "distributed/fsdp/test_core"])
-                found = [{tests[place] for place in part.selected(tests)} for part in parts if part.file == "test_top"]
-                self.assertEqual(found, [both] if (both := expected[0] & expected[1]) else [])
-                others = [part.file for part in parts if part.file != "test_top"]
-                self.assertEqual(others, [] if include else ["distributed/fsdp/test_core"])
-
-    def test_names_of_upstreams_own_suite(self):
-        files = {name: Path(f"{name}.py") for name in self.names}
-        for word in (
-            *("nn/test_convolution", "test/nn/test_convolution.py", "test_jit", "distributed/rpc", "inductor/test_*"),
-            *("distributed/test_c10d_nccl.py", "test_ops::TestCommon::test_out", "cpp/test_api"),
-            "/somewhere/test/test_ops",
-        ):
-            with self.subTest(word):
-                self.assertEqual(absent([word], files, Path("/somewhere/test")), [word])
-        for word in ("distributed/fsdp/test_core", "distributed", "test_jitt", "distributed/test_c10d_ncc", "nm/x", ""):
-            with self.subTest(word):
-                self.assertEqual(absent([word], files, Path("/somewhere/test")), [])
 
     def test_unknown_names_its_neighbours(self):
         folders = {"distributed/fsdp/test_cor": "test_core", "distributed/fdsp": "distributed/fsdp"}
@@ -504,51 +410,26 @@ class TestOptions(unittest.TestCase):
         self.assertEqual(options.parse(others, {}, ROOT).execution.arguments, ("--device",))
 
     def test_command_lines_of_upstreams_ci(self):
-        lines: dict[str, dict[str, object]] = {
-            "--exclude-jit-executor --exclude-distributed-tests --exclude-quantization-tests --shard 1 2 --verbose": {
-                "without_effect": ("--exclude-jit-executor", "--exclude-quantization-tests"),
-                "without_distributed": True,
-            },
-            "-core --xpu --no-showlocals --xdoctest-command list -i a": {
-                "without_effect": ("-core", "--xpu", "--xdoctest-command"),
-                "show_locals": False,
-                "include": ("a",),
-            },
+        """What has no effect here is reported once. TestSelecting of test_run has some of these lines."""
+        valued = " ".join(f"{name} 7" for name in options.WITHOUT_EFFECT_WITH_VALUE)
+        for line, fields in {
+            "--xdoctest-command list --no-showlocals -i a": {"show_locals": False, "include": ("a",)},
             " ".join(options.WITHOUT_EFFECT): {"without_effect": options.WITHOUT_EFFECT},
-            " ".join(f"{name} 7" for name in options.WITHOUT_EFFECT_WITH_VALUE): {
-                "without_effect": options.WITHOUT_EFFECT_WITH_VALUE
-            },
-            "-pno:cacheprovider -dist=loadfile -vv -rfEX -i a": {
+            valued: {"without_effect": options.WITHOUT_EFFECT_WITH_VALUE},
+            "-pno:cacheprovider -dist=loadfile -rfEX -i a": {
                 "without_effect": ("-p", "-dist", "-r"),
                 "include": ("a",),
             },
             "-pt --bring-to-front a b -i c": {"without_effect": ("-pt", "--bring-to-front"), "include": ("c",)},
             "--pytest-k-expr (a) -k b": {"patterns": ("(a)", "b"), "without_effect": ()},
-        }
-        for line, fields in lines.items():
+        }.items():
             with self.subTest(line):
                 run = self.parse(*line.split(), TEST_SHOWLOCALS="1")
                 self.assertEqual({name: getattr(run, name) for name in fields}, fields)
-
-    def test_remarks(self):
-        """One for all options and variables without effect, and one for each thing that differs from upstream's."""
-        nothing = "these options and variables of PyTorch's CI have no effect here: "
-        timeout = "--timeout limits a file here, and a test in PyTorch's CI; "
-        timeout += "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT limits a test"
-        off = {"PYTORCH_TEST_WITH_DYNAMO": "0", "PYTORCH_PRINT_REPRO_ON_FAILURE": "1", "NO_TD": ""}
-        on = {"PYTORCH_TEST_WITH_INDUCTOR": "1", "PYTORCH_PRINT_REPRO_ON_FAILURE": "0", "NO_TD": "1"}
-        for line, variables, remarks in (
-            ("-i a --timeout 900 -k b --keep-going", off, []),
-            ("--xpu -p no:cacheprovider --xpu", on, [f"{nothing}--xpu, -p, NO_TD, {', '.join([*on][:2])}"]),
-            ("--distributed-tests --timeout 900", {}, [timeout]),
-            ("--cpp --timeout 900", {}, [f"{nothing}--cpp", timeout]),
-            ("", {"TESTS_TO_INCLUDE": "a"}, ["files that TESTS_TO_INCLUDE does not name are left out"]),
-            ("", {"SHARD_NUMBER": "2", "NUM_TEST_SHARDS": "6"}, ["SHARD_NUMBER selects part 2 of 6"]),
-            ("--shard 1 3", {"SHARD_NUMBER": "2", "NUM_TEST_SHARDS": "6"}, []),
-            ("", {"SHARD_NUMBER": "1", "NUM_TEST_SHARDS": "1"}, []),
-        ):
-            with self.subTest(line, **variables):
-                self.assertEqual(self.parse(*line.split(), **variables).remarks, tuple(remarks))
+        run = self.parse("--distributed-tests", "--timeout", "9", NO_TD="1", PYTORCH_TEST_WITH_DYNAMO="0")
+        nothing, timeout = run.remarks
+        self.assertEqual(nothing, "these options and variables of PyTorch's CI have no effect here: NO_TD")
+        self.assertTrue(timeout.startswith("--timeout limits a file here, and a test in PyTorch's CI; "), timeout)
 
     def test_no_command_takes_abbreviations(self):
         for arguments, option in ((("--rank", "3"), "--ranks"), (("--pytest-k", "a"), "--pytest-k-expr")):
@@ -559,33 +440,23 @@ class TestOptions(unittest.TestCase):
                 self.assertNotRegex(path.read_text(), r"argparse\.ArgumentParser\((?!.*allow_abbrev=False)")
 
     def test_variables_of_upstreams_ci(self):
+        """An option has priority. TestSelecting of test_run has those that select files."""
         for variables, fields in (
-            ({"SHARD_NUMBER": "2", "NUM_TEST_SHARDS": "6"}, {"shard": 2, "num_shards": 6}),
-            ({"TESTS_TO_INCLUDE": "a b,c, d"}, {"within": ("a", "b", "c", "d"), "is_narrowed_by_file": True}),
             ({"PYTORCH_TEST_RUN_EVERYTHING_IN_SERIAL": "1"}, {"jobs": 1}),
             ({"PYTORCH_TEST_RUN_EVERYTHING_IN_SERIAL": "0"}, {"jobs": None}),
-            ({"PYTORCH_TEST_SKIP_FAST": "1"}, {"skip_fast": True}),
+            ({"CONTINUE_THROUGH_ERROR": "yes"}, {"keep_going": True}),
         ):
             run = self.parse(**variables)
             self.assertEqual({name: getattr(run, name) for name in fields}, fields)
         parts = {"SHARD_NUMBER": "2", "NUM_TEST_SHARDS": "6"}
+        self.assertEqual(self.parse(**parts).remarks, ("SHARD_NUMBER selects part 2 of 6",))
         run = self.parse("--shard", "1", "3", "-j", "4", PYTORCH_TEST_RUN_EVERYTHING_IN_SERIAL="1", **parts)
-        self.assertEqual((run.shard, run.num_shards, run.jobs), (1, 3, 4))
-        both = "set both SHARD_NUMBER and NUM_TEST_SHARDS, or give --shard\n"
+        self.assertEqual((run.shard, run.num_shards, run.jobs, run.remarks), (1, 3, 4, ()))
         for variables, words in (
-            ({"SHARD_NUMBER": "2"}, both),
-            ({"NUM_TEST_SHARDS": "2"}, both),
+            ({"SHARD_NUMBER": "2"}, "set both SHARD_NUMBER and NUM_TEST_SHARDS, or give --shard\n"),
             ({"SHARD_NUMBER": "7", "NUM_TEST_SHARDS": "6"}, "SHARD_NUMBER is '7': give a whole number from 1 to 6\n"),
-            ({"SHARD_NUMBER": "1", "NUM_TEST_SHARDS": "x"}, "NUM_TEST_SHARDS is 'x': give a whole number from 1 to "),
         ):
             self.assertIn(words, self.rejected(**variables))
-
-    def test_variables(self):
-        run = self.parse(CI="1", CONTINUE_THROUGH_ERROR="yes", TEST_SHOWLOCALS="0", DISABLED_TESTS_FILE="a")
-        self.assertEqual((run.pipe_logs, run.logs_by_option, run.keep_going), (True, False, True))
-        self.assertEqual((run.show_locals, run.disabled, run.slow), (False, Path("a"), None))
-        self.assertEqual(self.parse("--disabled-tests", "b", DISABLED_TESTS_FILE="a").disabled, Path("b"))
-        self.assertFalse(self.parse(CI="1", VERBOSE_TEST_LOGS="1").pipe_logs)
 
     def test_refusals(self):
         for arguments, words in {
@@ -626,38 +497,6 @@ class TestOptions(unittest.TestCase):
         self.assertEqual(self.parse("--seed", str(2**64 - 1)).seed, 2**64 - 1)
 
 
-class TestOutcomes(unittest.TestCase):
-    """Without it, a test that fails in one process could count as one that passes when it is repeated."""
-
-    def outcomes(self, *attempts: Sequence[str]) -> tuple[list[str], list[str]]:
-        """The outcome of ``T.a``, and the flaky tests, after processes that reported these outcomes of it."""
-        job = Job(ShardedTest(TestRun("f")), 0)
-        reported = (worst_of_each(TestResult(State(outcome), name="T.a") for outcome in each) for each in attempts)
-        file = FileResult(tuple(Attempt(job, ProcessEnd(EndKind.EXITED, 0), tuple(tests), 0, 1) for tests in reported))
-        return [test.outcome.value for test in file.tests()], file.flaky()
-
-    def test_only_another_process_repeats_a_test(self):
-        for attempts, expected in {
-            (("failed", "passed"),): (["failed"], []),
-            (("passed", "failed"),): (["failed"], []),
-            (("passed", "crashed", "skipped"),): (["crashed"], []),
-            (("passed", "skipped"),): (["skipped"], []),
-            (("failed", "passed"), ("passed", "passed")): (["passed"], ["T.a"]),
-            (("failed", "passed"), ("failed", "passed")): (["failed"], []),
-        }.items():
-            with self.subTest(attempts):
-                self.assertEqual(self.outcomes(*attempts), expected)
-
-    def test_what_is_kept_of_several_outcomes(self):
-        results = [
-            TestResult(State.FAILED, name="T.a", seconds=1.0, reason="why", notes=("a leak",)),
-            TestResult(State.PASSED, name="T.b"),
-            TestResult(State.PASSED, name="T.a", seconds=2.0, notes=("another",)),
-        ]
-        kept = dataclasses.replace(results[0], seconds=3.0, notes=("a leak", "another"))
-        self.assertEqual(worst_of_each(results), [kept, results[1]])
-
-
 class TestMemory(FolderCase):
     """Without it, ``--failed`` could leave out a test that still fails, or run one that has passed since."""
 
@@ -693,15 +532,6 @@ class TestMemory(FolderCase):
             with self.subTest(expected):
                 self.assertEqual(*run)
 
-    def test_a_selection_is_narrowed_to_what_failed(self):
-        failed = {"f": Failed(("T.a", "T.b", "U.c")), "whole": WHOLE_FILE}
-        everything = [TestRun("f"), TestRun("whole"), TestRun("passes")]
-        expected = [TestRun("f", frozenset(failed["f"].tests)), TestRun("whole")]
-        self.assertEqual(last_failures.narrow(everything, failed), expected)
-        some = [TestRun("f", frozenset({"T"}), frozenset({"T.b"})), TestRun("passes")]
-        self.assertEqual(last_failures.narrow(some, failed), [TestRun("f", frozenset({"T.a"}))])
-        self.assertEqual(last_failures.narrow([TestRun("f", frozenset({"T.x"}))], failed), [])
-
     def test_devices_have_separate_memories(self):
         self.write_json(last_failures.FILE, {"cpu": {"f": ["T.a"]}, "foo": {"f": ["T.b"], "gone": []}})
         last_failures.save(self.root, "foo", ["f"], Results(RunTests(Selection(self.root, self.root))), [])
@@ -710,7 +540,7 @@ class TestMemory(FolderCase):
 
 
 class TestLists(FolderCase):
-    """Without it, a list could excuse a failure on a device or a version for which it was not written."""
+    """Without it, a list could excuse a failure on a version for which it was not written, or have wrong times."""
 
     def test_versions(self):
         for version, conditions, expected in (
@@ -719,15 +549,6 @@ class TestLists(FolderCase):
         ):  # fmt: skip
             with self.subTest(version=version, conditions=conditions):
                 self.assertEqual(version_fits(version, conditions), expected)
-
-    def test_names_and_conditions(self):
-        entry = Entry("a/test_x::TestA::test_*", "fail", "why", device="cuda", torch=">=2.11", world_size=2)
-        self.assertTrue(entry.names("a/test_x", "TestA.test_one"))
-        self.assertFalse(entry.names("a/test_y", "TestA.test_one"))
-        self.assertFalse(entry.names("a/test_x", "TestB.test_one"))
-        self.assertTrue(entry.applies(Situation("cuda", "2.11.0", 2)))
-        for other in (Situation("xpu", "2.11.0", 2), Situation("cuda", "2.10.0", 2), Situation("cuda", "2.11.0", None)):
-            self.assertFalse(entry.applies(other))
 
     def test_invalid_numbers_of_seconds_are_refused(self):
         for text in ("NaN", "Infinity", "1e999", "1e308", "-1", "1" + "0" * 400, "true"):

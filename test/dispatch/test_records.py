@@ -106,7 +106,7 @@ class TestLists(TreeCase):
         self.check_errors([(["--known-failures", "/no/where"], "/no/where")])
 
     def test_conditions(self):
-        """The conditions are compared with the facts of the file and the run. TestLists of test_plan has the others."""
+        """The conditions are compared with the facts of the file and the run. TestLists of test_plan has versions."""
         disable = {"action": "disable", "reason": "why", "link": "https://x.org/7"}
         text = body("pass", "pass", "pass").replace("(unittest.TestCase):", "(unittest.TestCase):\n    world_size = 2")
         conditions: list[dict[str, Any]] = [{"world_size": 2, "device": "cpu"}, {"world_size": 4}, {"device": "xpu"}]

@@ -493,7 +493,7 @@ class TestReruns(TreeCase):
     """Without it, a test that fails now and then could look like one that passes."""
 
     def test_a_second_outcome_in_one_process_is_no_rerun(self):
-        """An alias of a class runs its tests twice. TestOutcomes of test_plan has all combinations."""
+        """An alias of a class runs its tests twice."""
         fails = "n = []\n" + body("n.append(1); self.assertNotIn(len(n), FAILS)", "pass") + "TestY = TestX\n"
         self.write({"test_a": f"FAILS = [1]\n{fails}", "test_b": f"FAILS = [2]\n{fails}"})
         note = r"note: several tests have the same id, of which the worst outcome counts: TestX.test_1, TestX.test_2\n"
