@@ -412,7 +412,7 @@ class TestOptions(unittest.TestCase):
     def test_command_lines_of_upstreams_ci(self):
         """What has no effect here is reported once. TestSelecting of test_run has some of these lines."""
         valued = " ".join(f"{name} 7" for name in options.WITHOUT_EFFECT_WITH_VALUE)
-        for line, fields in {
+        lines: dict[str, dict[str, object]] = {
             "--xdoctest-command list --no-showlocals -i a": {"show_locals": False, "include": ("a",)},
             " ".join(options.WITHOUT_EFFECT): {"without_effect": options.WITHOUT_EFFECT},
             valued: {"without_effect": options.WITHOUT_EFFECT_WITH_VALUE},
@@ -422,7 +422,8 @@ class TestOptions(unittest.TestCase):
             },
             "-pt --bring-to-front a b -i c": {"without_effect": ("-pt", "--bring-to-front"), "include": ("c",)},
             "--pytest-k-expr (a) -k b": {"patterns": ("(a)", "b"), "without_effect": ()},
-        }.items():
+        }
+        for line, fields in lines.items():
             with self.subTest(line):
                 run = self.parse(*line.split(), TEST_SHOWLOCALS="1")
                 self.assertEqual({name: getattr(run, name) for name in fields}, fields)
