@@ -82,13 +82,6 @@ class TestSharedDirectory(Processes):
         dist.all_gather_object(values, value)
         return values
 
-    def test_processes_share_a_folder_that_is_removed(self):
-        self.init()
-        path, names = Method().write_and_list(self.rank, after=dist.barrier)
-        self.assertEqual(self.on_all_ranks(path), [path, path])
-        self.assertEqual(names, ["0", "1"])
-        self.assertFalse(os.path.exists(os.path.dirname(path)))
-
     def test_folder_is_removed_by_the_last_rank(self):
         self.init()
         store = dist.distributed_c10d._get_default_store()

@@ -123,19 +123,6 @@ class TestModels(TwoRanks):
         dist.all_gather(of_all, x)
         self.assertNotEqual(*of_all)
 
-    def test_experts_are_averaged_by_hand_without_fsdp(self):
-        model = self.build(MixtureOfExperts)
-        (x,) = model.get_input(self.device)
-        local = self.build(MixtureOfExperts)
-        local(x).sum().backward()
-        model.run_backward(model(x).sum())
-        for (name, param), alone in zip(model.named_parameters(), local.parameters(), strict=True):
-            expected = alone.grad.clone()
-            if not name.startswith("module.2."):
-                dist.all_reduce(expected)
-                expected /= 2
-            self.assertEqual(param.grad, expected)
-
     def test_expert_group_is_the_rank_alone(self):
         model = self.build(MixtureOfExperts, RECURSIVE)
         self.assertEqual([layer.process_group.size() for layer in model.module[1:3]], [2, 1])

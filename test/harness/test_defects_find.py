@@ -17,7 +17,7 @@ from runs import INPUTS, ROOT, assert_rejected, outputs, run_beside
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.defects import registry
-from torch_fsdp_tests.defects.command import changes, find, ranking, texts, trial, versions_page
+from torch_fsdp_tests.defects.command import changes, find, texts, trial, versions_page
 from torch_fsdp_tests.defects.command.main import main, parse
 from torch_fsdp_tests.defects.in_tests import KnownDefect
 from torch_fsdp_tests.defects.registry import Answer, Component, Consequence, Exposure
@@ -256,31 +256,6 @@ class TestFind(TestCase):
         self.assertEqual(actual, registry.worst_first(actual))
         interfaces = {defect.uses[0] for defect in find.by_features({"offload"})}
         self.assertEqual(interfaces, {"fsdp1", "fsdp2"})
-
-
-class TestRanking(TestCase):
-    """Without it, words could match inside other words, or a text that repeats one word could win over all words."""
-
-    def test_words(self):
-        cases = {
-            "The parameters of both modules": ["parameter", "both", "modul"],
-            "clip_grad_norm_": ["clip_grad_norm", "clip", "gradient", "norm"],
-            "ShardedGradScaler": ["shardedgradscaler", "shard", "gradient", "scaler"],
-            "use_orig_params fails": ["use_orig_param", "orig", "parameter"],
-            "copies, copied": ["copy", "copi"],
-        }
-        for text, stems in cases.items():
-            self.assertEqual(ranking.words(text), stems)
-
-    def test_order(self):
-        texts = ["ema of the weights", "ema ema ema", "weights that remain", "a determined copy"]
-        ranked = ranking.Ranking([{"title": text} for text in texts], {"title": 1.0})
-        self.assertEqual(ranked.best("weights ema")[0], 0)
-        self.assertEqual(ranked.best("ema ema")[0], 1)
-        self.assertEqual(ranked.best("ema"), [0, 1])
-        self.assertEqual(ranked.best("main"), [])
-        self.assertEqual(ranked.best("the"), [])
-        self.assertEqual(ranked.best("weights of an unknown animal in a zoo without visitors"), [])
 
 
 class TestChanges(TestCase):

@@ -331,16 +331,6 @@ class TestCommands(TestCase):
         self.assertEqual([*problems], wrong)
         self.assertEqual(simple_commands(right[1]), [["python", "x.py"], ["python", "run_test.py", "--version"]])
 
-    def test_blocks(self):
-        text = "a `b`\nc\n<!-- parsed -->\n```sh\nd \\\n  e\n```\n- f\n\n"
-        text += "  <!-- executed -->\n  ```console\n  $ g\n  h\n  ```\n"
-        text += "<!-- not executed: i -->\n| j |\n\nk"
-        actual = [(block.mark, block.language, block.text) for block in blocks(text)]
-        expected = [("", None, "a `b`\nc"), ("parsed", "sh", "d \\\n  e"), ("", None, "- f")]
-        expected += [("executed", "console", "$ g\nh"), ("not executed: i", None, "| j |"), ("", None, "k")]
-        self.assertEqual(actual, expected)
-        self.assertEqual([block.commands() for block in blocks(text) if block.language], [["d    e"], ["g"]])
-
 
 class TestVariables(TestCase):
     """Without it, a variable that changes how tests run could be documented nowhere."""

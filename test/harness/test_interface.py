@@ -118,25 +118,6 @@ class TestInterface(TestCase):
         files = [Mentions(tree) for _, tree in trees(TESTS_OF_FSDP)]
         self.assertEqual(sorted(not_mentioned(interface(), files)), sorted(GAPS))
 
-    def test_each_kind_of_mention_is_seen(self):
-        def given(by, *, name, _private=0):
-            pass
-
-        class Owner:
-            def method(self):
-                pass
-
-        offered: dict[str, Callable[..., Any]] = {"given": given, "Owner.method": Owner.method}
-        everything = ["given(by)", "given(name)", "Owner.method()"]
-        for source, missing in {
-            "given(1, name=2); Owner().method()": [],
-            "partial(module.given, 1, **{'name': 2}); Owner.method": [],
-            "table = {'given': (given, 1)}; helper(by=1, name=2); other.method()": everything[2:],
-            "given; helper(by=1, name=2); Owner; 'method'": everything,
-            "x": ["given()", *everything],
-        }.items():
-            self.assertEqual(list(not_mentioned(offered, [Mentions(ast.parse(source))])), missing, source)
-
 
 if __name__ == "__main__":
     run_tests()

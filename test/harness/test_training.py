@@ -17,14 +17,14 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
-from torch_fsdp_tests.common_fsdp import MLP, FSDPTest, FSDPTestMultiThread, check_sharded_parity
+from torch_fsdp_tests.common_fsdp import MLP, FSDPTestMultiThread, check_sharded_parity
 from torch_fsdp_tests.common_fsdp.training import LARGEST_VALUE, moderate_steps
 from torch_fsdp_tests.common_utils import run_tests
-from torch_fsdp_tests.fsdp import collectives, combinations
+from torch_fsdp_tests.fsdp import combinations
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.seeded import filled
-from torch_fsdp_tests.fsdp.training import TrainingMixin, check_full, check_gradients, check_parity, shard_each, train
+from torch_fsdp_tests.fsdp.training import TrainingMixin, check_full, check_gradients, check_parity, train
 
 
 def cases_of(decorate: Any) -> list[dict[str, Any]]:
@@ -88,24 +88,6 @@ class TestModerateSteps(unittest.TestCase):
     def _step(self, *params: nn.Parameter) -> None:
         with moderate_steps():
             torch.optim.SGD(params, lr=1.0).step()
-
-
-class TestRecordedCollectives(FSDPTest):
-    """Without it, tests that count collectives could accept too many or too few of them."""
-
-    world_size = 2
-
-    @skip_if_lt_x_gpu(2)
-    def test_calls_of_a_step(self):
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(self.device)
-        shard_each([*model, model])
-        with collectives.recorded() as calls:
-            train(model, torch.ones(1, 2, device=self.device))
-        self.assertEqual(calls.counts(), {"all_gather": 4, "reduce_scatter": 2})
-        self.assertEqual([group.size() for group in calls.values("reduce_scatter", "group")], [2, 2])
-        self.assertEqual(calls.values("AR", "group"), [])
-        train(model, torch.ones(1, 2, device=self.device))
-        self.assertEqual(len(calls), 6)  # nothing is recorded outside of the context
 
 
 def turned(model: Any) -> nn.Module:
