@@ -76,12 +76,6 @@ class TestSharedDirectory(Processes):
         dist.init_process_group("gloo", rank=self.rank, world_size=2, store=dist.FileStore(self.file_name, 2))
         self.addCleanup(dist.destroy_process_group)
 
-    def on_all_ranks(self, value: object) -> list[Any]:
-        """The values that all ranks pass, by rank."""
-        values: list[Any] = [None, None]
-        dist.all_gather_object(values, value)
-        return values
-
     def test_folder_is_removed_by_the_last_rank(self):
         self.init()
         store = dist.distributed_c10d._get_default_store()

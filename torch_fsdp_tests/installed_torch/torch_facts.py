@@ -293,9 +293,6 @@ REPLICATES_OVER_NAMED_DIMS = Fact(
 
 # --- What FSDP depends on ---------------------------------------------------------------------------------------------
 
-CONCATENATES_MESHES = Fact(
-    (2, 10), "can concatenate device meshes", _has("torch.distributed.device_mesh", "DeviceMesh._concatenate")
-)
 FAKE_COLLECTIVES_CAN_RAISE = Fact(
     (2, 10),
     "lets the collectives of a fake process group raise",

@@ -191,11 +191,6 @@ def adopt_orphans() -> bool:
     return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def shows_processes() -> bool:
-    """Whether the children of a process, and what they have open, can be seen."""
-    return Path("/proc/self/task").is_dir()
-
-
 def children() -> list[int]:
     """The process ids of this process' living children, including adopted ones. Empty if they cannot be read.
 
