@@ -14,7 +14,7 @@ import torch
 import torch._dynamo.test_case
 import torch.distributed as dist
 
-from torch_fsdp_tests import common_distributed, common_fsdp, settings
+from torch_fsdp_tests import common_cuda, common_distributed, common_fsdp, settings
 from torch_fsdp_tests.common_device_type import (
     Capability,
     dtypes,
@@ -102,6 +102,16 @@ class TestBorrowed(TestCase):
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
         self.assertEqual((done.stdout, done.returncode), ("[] False\n", 0), done.stderr)
+
+    def test_a_constant_is_computed_without_the_driver(self):
+        fails = mock.Mock(side_effect=AssertionError("this process asked the device"))
+        with mock.patch.object(upstream_names, "_idle_device", return_value=torch.cpu):
+            ask = upstream_names._without_driver
+            self.assertIs(ask("common_cuda", "SM90OrLater", fails), bool(common_cuda.SM90OrLater))
+            failed = subprocess.CompletedProcess([], 1, "", "Traceback\nImportError: no driver")
+            with mock.patch.object(subprocess, "run", return_value=failed):
+                with self.assertRaisesRegex(RuntimeError, "asks the device failed: ImportError: no driver"):
+                    ask("common_cuda", "X", fails)
 
     def test_an_import_asks_no_device(self):
         fails = mock.Mock(side_effect=AssertionError("this process asked the device"))
