@@ -33,9 +33,6 @@ SHARD_VARIABLE, SHARDS_VARIABLE = "SHARD_NUMBER", "NUM_TEST_SHARDS"
 MAX_SHARDS = 10_000
 TESTS_VARIABLE = "TESTS_TO_INCLUDE"
 MAX_RANKS = 65536  # of one test; more than any launcher makes
-# Of a test that does not set its own number, on the CPU. The dispatcher lends a file at most as many devices.
-USUAL_RANKS = 4
-FEW_RANKS = 2  # on the CPU, of a test for which a few ranks are enough
 
 
 class ConfigurationError(ValueError):
@@ -165,11 +162,6 @@ def ranks(environment: Mapping[str, str]) -> int | None:
     """The default number of ranks of a test, or None. Raises :class:`ConfigurationError` for an invalid value."""
     text = environment.get(RANKS_VARIABLE)
     return whole(RANKS_VARIABLE, text, MAX_RANKS) if text else None
-
-
-def default_ranks(devices: int) -> int:
-    """The number of ranks of a test that does not set its own, if the process sees this many devices (0: the CPU)."""
-    return max(devices, 2) if devices else USUAL_RANKS
 
 
 def is_on(variable: str, environment: Mapping[str, str]) -> bool:

@@ -264,7 +264,12 @@ class TestReports(TreeCase):
 
     def test_every_command_reports_output_that_cannot_be_written(self):
         """All modules that are programs call ``system.run_command``, except those that only the project starts."""
-        started = {"dispatch/run_file.py", "dispatch/forkserver.py", "ranks/server.py", "device/accelerator_probe.py"}
+        started = {
+            "dispatch/run_file.py",
+            "dispatch/server_of_files.py",
+            "ranks/server.py",
+            "device/accelerator_probe.py",
+        }
         started |= {"tools/benchmark.py"}
         programs = {path: text for path, text in modules().items() if '\nif __name__ == "__main__":' in text}
         others = {path for path, text in programs.items() if "system.run_command(" not in text}

@@ -26,6 +26,7 @@ from torch_fsdp_tests.device.accelerator import Accelerator, ConfigurationError
 from torch_fsdp_tests.device.vendors import Vendor
 from torch_fsdp_tests.processes import launcher
 from torch_fsdp_tests.ranks import RanksErred, server
+from torch_fsdp_tests.world_sizes import up_to
 
 CLUSTER = Accelerator("xpu", "xccl", count=2, ranks=2, capabilities=frozenset({"device_index", "streams"}))
 HOST = accelerator.from_torch("cpu", None, None)  # the CPU is the subject
@@ -58,19 +59,19 @@ class TestValue(TestCase):
 
     def test_ranks_up_to_the_number_of_devices(self):
         of_three = Accelerator("xpu", "xccl", 3, 3, frozenset())
-        self.assertEqual([CLUSTER.ranks_up_to(4), of_three.ranks_up_to(4), HOST.ranks_up_to(4)], [2, 3, 4])
-        self.assertEqual(Accelerator("xpu", "xccl", 1, 2, frozenset()).ranks_up_to(4), 2)  # and the test skips
-        self.assertEqual([CLUSTER.ranks_up_to(8, least=4), HOST.ranks_up_to(8, least=4)], [4, 8])
+        self.assertEqual([up_to(4, CLUSTER), up_to(4, of_three), up_to(4, HOST)], [2, 3, 4])
+        self.assertEqual(up_to(4, Accelerator("xpu", "xccl", 1, 2, frozenset())), 2)  # and the test skips
+        self.assertEqual([up_to(8, CLUSTER, least=4), up_to(8, HOST, least=4)], [4, 8])
         # They share devices only if a test needs more ranks.
         sharing = Accelerator("xpu", "gloo", 2, 2, frozenset({"shared_device"}))
-        self.assertEqual([sharing.ranks_up_to(4), sharing.ranks_up_to(4, least=3)], [2, 3])
+        self.assertEqual([up_to(4, sharing), up_to(4, sharing, least=3)], [2, 3])
 
     def test_ranks_up_to_what_the_user_asks_for(self):
         with mock.patch.dict(os.environ, {"TORCH_FSDP_TESTS_RANKS": "2"}):
-            self.assertEqual([HOST.ranks_up_to(4), HOST.ranks_up_to(4, least=4)], [2, 4])
+            self.assertEqual([up_to(4, HOST), up_to(4, HOST, least=4)], [2, 4])
         for count, ranks, size in ((8, 2, 4), (2, 4, 4), (2, 8, 4)):
             sharing = Accelerator("xpu", "gloo", count, ranks, frozenset({"shared_device"}))
-            self.assertEqual(sharing.ranks_up_to(4), size)
+            self.assertEqual(up_to(4, sharing), size)
 
     def test_capabilities(self):
         self.assertIsNone(CLUSTER.lacks("streams"))
@@ -176,7 +177,7 @@ class TestSharing(TestCase):
         backends = [device.for_ranks(ranks).backend for ranks in (1, 2, 3, 8)]
         self.assertEqual(backends, ["xccl", "xccl", "staged", "staged"])
         self.assertEqual((device.is_shared, device.lacks_room_for(8)), (False, None))
-        self.assertEqual([device.ranks_up_to(4), device.ranks_up_to(4, least=4)], [2, 4])
+        self.assertEqual([up_to(4, device), up_to(4, device, least=4)], [2, 4])
         for requested in ({"own": False, "staged": False}, {"own": False, "staged": True, "backend": "xccl"}):
             device, _ = self.chosen(count=2, **requested)
             self.assertIs(device.for_ranks(4), device)

@@ -11,17 +11,16 @@ from pathlib import Path
 import torch
 from runs import COMMAND_LIMIT, INPUTS, ROOT, outputs
 
-from torch_fsdp_tests.check import report
+from torch_fsdp_tests.check import models_table, report
 from torch_fsdp_tests.check.__main__ import main
 from torch_fsdp_tests.check.checking import Finding
 from torch_fsdp_tests.common_utils import TestCase, run_tests
-from torch_fsdp_tests.dispatch import models_table
 from torch_fsdp_tests.models import ModelTestCase, comparing, configurations
 from torch_fsdp_tests.models.advice import advice
 from torch_fsdp_tests.models.configurations import INTERFACES, Arithmetic, Configuration
+from torch_fsdp_tests.models.endings import Ending
 from torch_fsdp_tests.models.explaining import explaining
 from torch_fsdp_tests.verdict import State, Verdict
-from torch_fsdp_tests.verdict.of_configuration import Kind
 
 FILE = INPUTS / "models_to_check.py"
 COMMAND = (sys.executable, "-m", "torch_fsdp_tests.check")
@@ -149,9 +148,9 @@ class TestReport(TestCase):
     """Without it, the table could show another result than the one that was found."""
 
     findings = (
-        Finding("m:a", "fsdp2_clip", Kind.PASSED, 1.0),
-        Finding("m:a", "fsdp1", Kind.SKIPPED, 0.0, "no room"),
-        Finding("m:b", "fsdp2_clip", Kind.MISMATCH, 2.0, "the loss of step 1 is 2", "text", "fsdp2_clip"),
+        Finding("m:a", "fsdp2_clip", Ending.PASSED, 1.0),
+        Finding("m:a", "fsdp1", Ending.SKIPPED, 0.0, "no room"),
+        Finding("m:b", "fsdp2_clip", Ending.MISMATCH, 2.0, "the loss of step 1 is 2", "text", "fsdp2_clip"),
     )
 
     def test_table_and_failures(self):

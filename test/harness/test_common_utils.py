@@ -28,7 +28,7 @@ from runs import ROOT, Process, outputs
 from torch_fsdp_tests import common_utils, installation, settings
 from torch_fsdp_tests.common_utils import TestCase, check_leaked_tensors, run_tests, set_rng_seed, vacuous
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.device.process_state import SavedState, saved_state, watched_threads
+from torch_fsdp_tests.process_state import SavedState, saved_state, watched_threads
 from torch_fsdp_tests.settings import SEED_VARIABLE
 from torch_fsdp_tests.verdict import stream
 

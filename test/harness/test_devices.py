@@ -18,7 +18,7 @@ from unittest import mock
 from runs import clean_environment
 from sources import TESTS, TESTS_OF_FSDP
 
-from torch_fsdp_tests import settings
+from torch_fsdp_tests import world_sizes
 from torch_fsdp_tests.common_distributed import RankTestCase
 from torch_fsdp_tests.common_distributed.requirements import requirements_of, skip_unless
 from torch_fsdp_tests.common_utils import TestCase, run_tests
@@ -41,7 +41,7 @@ def stand_in(count: int) -> mock._patch:
     Its tensors would be on the CPU, but no test makes any.
     """
     able = frozenset(CAPABILITIES) - {"shared_device"}
-    device = Accelerator("cpu", "exclusive", count, settings.default_ranks(count), able, vendor_name="stand-in")
+    device = Accelerator("cpu", "exclusive", count, world_sizes.by_default(count), able, vendor_name="stand-in")
     return mock.patch.object(accelerator, "current", lambda: device)
 
 

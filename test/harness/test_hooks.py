@@ -9,10 +9,9 @@ import overrides
 from overrides import HANG
 from samples import Processes, Threads
 
-from torch_fsdp_tests import common_distributed, settings
+from torch_fsdp_tests import common_distributed, process_state, settings
 from torch_fsdp_tests.common_distributed import TEST_SKIPS, MultiProcContinuousTest, multi_process
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
-from torch_fsdp_tests.device import process_state
 
 LIMIT = 100  # seconds in which a test that does not hang ends, also on a busy machine
 

@@ -14,9 +14,11 @@ from torch_fsdp_tests.common_utils import TestCase, run_tests
 TABLE = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8").partition("| package |")[2].partition("\n\n")[0]
 LAYERS = [re.findall(r"`([\w.]+)`", line.split("|")[1]) for line in TABLE.splitlines()[2:]]
 # Their functions run in processes of test files, which import torch.
-IN_TEST_FILES = {"dispatch.run_file", "dispatch.forkserver"}
+IN_TEST_FILES = {"dispatch.run_file", "dispatch.server_of_files"}
+SEAM = "extension"  # it names types of what is above it, for a type checker only
+EXTENSIONS = [path.parent.name for path in (PACKAGE / "extensions").glob("*/__init__.py")]
 NUMBERS = {name: number for number, names in enumerate(LAYERS) for name in names}
-TEST_BASES = ("behaviour", "common_", "defects", "distributed", "fsdp", "models")
+TEST_BASES = ("common_", "defects", "distributed", "fsdp", "models")
 
 
 def room(name: str) -> str:
@@ -60,7 +62,9 @@ def graph(nodes_of: Callable[[ast.AST], Iterable[ast.AST]]) -> dict[str, set[str
     for path, tree in trees(PACKAGE):
         *folders, name = path.relative_to(PACKAGE).with_suffix("").parts
         module = ".".join(folders if name == "__init__" else [*folders, name])
-        found[module] = set(imports(nodes_of(tree), (PACKAGE.name, *folders)))
+        # An extension's own module imports the rest of it only when the extension is asked for.
+        is_door = module == SEAM or module.removeprefix("extensions.") in EXTENSIONS
+        found[module] = set(imports((at_import if is_door else nodes_of)(tree), (PACKAGE.name, *folders)))
 
     def module_of(name: str) -> str:
         first, _, below = name.partition(".")
@@ -90,6 +94,25 @@ class TestLayers(TestCase):
 
     def test_no_modules_import_each_other(self):
         graphlib.TopologicalSorter(graph(ast.walk)).prepare()
+
+    def test_nothing_below_names_an_extension(self):
+        """So the folder of any of them can be deleted. ``tools`` are above them, and are not in the wheel."""
+        wrong = []
+        for name, imported in graph(ast.walk).items():
+            for extension in {each.split(".")[1] for each in imported if each.startswith("extensions.")}:
+                if not f"{name}.".startswith(("tools.", f"extensions.{extension}.")):
+                    wrong.append(f"{name} imports {extension}")
+        self.assertEqual(wrong, [])
+        for path in sorted(PACKAGE.rglob("*.py")):
+            if path.relative_to(PACKAGE).parts[0] not in ("extensions", "tools"):
+                named = re.findall(rf"\bextensions[./](?:{'|'.join(EXTENSIONS)})\b", path.read_text(encoding="utf-8"))
+                self.assertEqual(named, [], str(path))
+        self.assertGreater(len(EXTENSIONS), 1)
+
+    def test_every_module_has_a_layer(self):
+        missing = {name for name in graph(ast.walk) if not room(name) and not name.endswith("__main__")}
+        self.assertEqual(missing, {""})  # the package itself
+        self.assertEqual({name for name in NUMBERS if name not in graph(ast.walk)}, set())
 
     def test_dispatcher_imports_no_torch(self):
         anywhere, first = graph(ast.walk), graph(at_import)

@@ -94,7 +94,7 @@ class TestBorrowed(TestCase):
     def test_an_import_changes_nothing(self):
         code = (
             "import os, torch, torch_fsdp_tests.common_utils as c\n"
-            "from torch_fsdp_tests.device.process_state import SavedState\n"
+            "from torch_fsdp_tests.process_state import SavedState\n"
             "state = SavedState()\n"
             "c.TEST_MKL\n"
             "torch.backends.cudnn.benchmark = False\n"  # upstream's import forbids this

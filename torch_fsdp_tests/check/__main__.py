@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from torch_fsdp_tests.check import checking, report
-from torch_fsdp_tests.check.checking import Finding
+from torch_fsdp_tests.check.checking import Checked
 from torch_fsdp_tests.check.factory import InvalidFactory, case_of
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.dispatch import atomic
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         print(f"\ntorch {torch.__version__}, device {device.name}, backend {device.backend}\n")
         print(report.text(findings, warnings))
-    return 1 if any(finding.kind.is_bad for finding in findings) else 0
+    return 1 if any(finding.ending.is_bad for finding in findings) else 0
 
 
 def _configurations(options: argparse.Namespace) -> list[str] | None:
@@ -102,12 +102,12 @@ def _advice(argument: str, case: type[ModelTestCase]) -> list[object]:
         raise InvalidFactory(f"{argument}: the plain model does not run: {in_one_line(error)}") from error
 
 
-def _show(is_quiet: bool) -> Callable[[Finding], None]:
+def _show(is_quiet: bool) -> Callable[[Checked], None]:
     """What prints each result at once, on stderr."""
 
-    def show(finding: Finding) -> None:
+    def show(finding: Checked) -> None:
         if not is_quiet:
-            line = f"{finding.kind.value} {finding.model} {finding.configuration} {finding.seconds:.1f}s"
+            line = f"{finding.ending.value} {finding.model} {finding.configuration} {finding.seconds:.1f}s"
             print(line, file=sys.stderr, flush=True)
 
     return show

@@ -9,18 +9,18 @@ from collections.abc import Callable
 from typing import Any
 
 from torch_fsdp_tests.models import ModelTestCase
+from torch_fsdp_tests.models.endings import Ending, ending_of, reason_of
 from torch_fsdp_tests.models.explaining import Explanation
 from torch_fsdp_tests.verdict import State, Verdict, in_one_line
-from torch_fsdp_tests.verdict.of_configuration import Kind, kind_of, reason_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class Checked:
     """The result of one configuration of a model."""
 
     model: str  # the argument that names it
     configuration: str
-    kind: Kind
+    ending: Ending
     seconds: float
     reason: str = ""
     text: str = ""  # the tracebacks
@@ -28,7 +28,7 @@ class Finding:
     explained: tuple[Explanation, ...] = ()  # what may be the cause
 
 
-def check(model: str, case: type[ModelTestCase], show: Callable[[Finding], None]) -> list[Finding]:
+def check(model: str, case: type[ModelTestCase], show: Callable[[Checked], None]) -> list[Checked]:
     """Train the model in each configuration of the case, and ``show`` each result at once."""
     result = _Result(model, show)
     unittest.defaultTestLoader.loadTestsFromTestCase(case).run(result)
@@ -38,11 +38,11 @@ def check(model: str, case: type[ModelTestCase], show: Callable[[Finding], None]
 class _Result(unittest.TestResult):
     """Turns the outcomes of tests into findings."""
 
-    def __init__(self, model: str, show: Callable[[Finding], None]) -> None:
+    def __init__(self, model: str, show: Callable[[Checked], None]) -> None:
         super().__init__()
         self._model, self._show = model, show
         self._began = 0.0
-        self.findings: list[Finding] = []
+        self.findings: list[Checked] = []
 
     def startTest(self, test: unittest.TestCase) -> None:
         super().startTest(test)
@@ -51,15 +51,15 @@ class _Result(unittest.TestResult):
     def addSuccess(self, test: unittest.TestCase) -> None:
         super().addSuccess(test)
         is_limit = isinstance(test, ModelTestCase) and _configuration(test) in test.limits
-        self._add(test, Kind.LIMIT if is_limit else Kind.PASSED)
+        self._add(test, Ending.LIMIT if is_limit else Ending.PASSED)
 
     def addSkip(self, test: unittest.TestCase, reason: str) -> None:
         super().addSkip(test, reason)
-        self._add(test, Kind.SKIPPED, reason)
+        self._add(test, Ending.SKIPPED, reason)
 
     def addExpectedFailure(self, test: unittest.TestCase, err: Any) -> None:
         super().addExpectedFailure(test, err)
-        self._add(test, Kind.KNOWN)
+        self._add(test, Ending.KNOWN)
 
     def addFailure(self, test: unittest.TestCase, err: Any) -> None:
         super().addFailure(test, err)
@@ -71,11 +71,11 @@ class _Result(unittest.TestResult):
 
     def _add_bad(self, test: unittest.TestCase, error: BaseException) -> None:
         verdict = getattr(error, "verdict", None) or Verdict(State.ERROR, in_one_line(error))
-        kind, reason = kind_of(verdict.outcome, verdict.ranks), reason_of(verdict.reason, verdict.ranks)
-        self._add(test, kind, reason, str(error), getattr(error, "alone", ""), (*getattr(error, "explained", ()),))
+        ending, reason = ending_of(verdict.outcome, verdict.ranks), reason_of(verdict.reason, verdict.ranks)
+        self._add(test, ending, reason, str(error), getattr(error, "alone", ""), (*getattr(error, "explained", ()),))
 
-    def _add(self, test: unittest.TestCase, kind: Kind, *words: Any) -> None:
-        finding = Finding(self._model, _configuration(test), kind, time.perf_counter() - self._began, *words)
+    def _add(self, test: unittest.TestCase, ending: Ending, *words: Any) -> None:
+        finding = Checked(self._model, _configuration(test), ending, time.perf_counter() - self._began, *words)
         self.findings.append(finding)
         self._show(finding)
 

@@ -8,35 +8,36 @@ from typing import Any
 
 import torch
 
-from torch_fsdp_tests.check.checking import Finding
-from torch_fsdp_tests.dispatch import models_table, page
+from torch_fsdp_tests.check import models_table
+from torch_fsdp_tests.check.checking import Checked
+from torch_fsdp_tests.dispatch import page
+from torch_fsdp_tests.models.endings import WORDS, Ending
 from torch_fsdp_tests.verdict import plural
-from torch_fsdp_tests.verdict.of_configuration import WORDS, Kind
 
 PROGRAM = "python -m torch_fsdp_tests.check"
 
 
-def text(findings: Sequence[Finding], warnings: Mapping[str, Sequence[object]]) -> str:
+def text(findings: Sequence[Checked], warnings: Mapping[str, Sequence[object]]) -> str:
     """The whole report: what was expected to fail, the table, and a paragraph for each failure."""
-    failures = ["\n".join(_paragraph(finding)) for finding in findings if finding.kind.is_bad]
+    failures = ["\n".join(_paragraph(finding)) for finding in findings if finding.ending.is_bad]
     expected = [f"expected for {model}: {each}" for model, some in warnings.items() for each in some]
     return "\n\n".join(filter(None, ["\n".join(expected), table(findings), *failures, _summary(findings)]))
 
 
-def table(findings: Sequence[Finding]) -> str:
+def table(findings: Sequence[Checked]) -> str:
     """A row for each configuration and a column for each model, below the models' names."""
     models = list(dict.fromkeys(finding.model for finding in findings))
     rows = sorted({finding.configuration for finding in findings})
-    letters = {(finding.configuration, finding.model): finding.kind.value for finding in findings}
+    letters = {(finding.configuration, finding.model): finding.ending.value for finding in findings}
     width = max(map(len, rows), default=0)
     heads = [f"{'':{width}} {'| ' * index}{model}" for index, model in enumerate(models)]
     lines = [f"{row:{width}} {' '.join(letters.get((row, model), ' ') for model in models)}".rstrip() for row in rows]
-    used = [kind for kind in Kind if any(finding.kind is kind for finding in findings)]
-    return "\n".join([*heads, *lines, ", ".join(f"{kind.value} {WORDS[kind]}" for kind in used)])
+    used = [ending for ending in Ending if any(finding.ending is ending for finding in findings)]
+    return "\n".join([*heads, *lines, ", ".join(f"{ending.value} {WORDS[ending]}" for ending in used)])
 
 
-def _paragraph(finding: Finding) -> Iterator[str]:
-    yield f"{finding.kind.value} {finding.model} {finding.configuration}: {finding.reason}"
+def _paragraph(finding: Checked) -> Iterator[str]:
+    yield f"{finding.ending.value} {finding.model} {finding.configuration}: {finding.reason}"
     if finding.alone:
         yield f"    {finding.alone}"
     for cause in finding.explained:
@@ -44,26 +45,27 @@ def _paragraph(finding: Finding) -> Iterator[str]:
     yield f"    repeat: {repeat_command(finding)}"
 
 
-def _summary(findings: Sequence[Finding]) -> str:
+def _summary(findings: Sequence[Checked]) -> str:
     bad, skipped = (
-        sum(map(chosen, findings)) for chosen in (lambda each: each.kind.is_bad, lambda each: each.kind is Kind.SKIPPED)
+        sum(map(chosen, findings))
+        for chosen in (lambda each: each.ending.is_bad, lambda each: each.ending is Ending.SKIPPED)
     )
     seconds = sum(finding.seconds for finding in findings)
     return f"{plural(len(findings), 'configuration')}, {bad} failed, {skipped} skipped, in {seconds:.0f} s"
 
 
-def repeat_command(finding: Finding) -> str:
+def repeat_command(finding: Checked) -> str:
     return f"{PROGRAM} {shlex.quote(finding.model)} --only {finding.configuration}"
 
 
-def as_data(findings: Iterable[Finding], warnings: Mapping[str, Sequence[object]], facts: Mapping[str, str]) -> Any:
+def as_data(findings: Iterable[Checked], warnings: Mapping[str, Sequence[object]], facts: Mapping[str, str]) -> Any:
     """The report for programs, with the tracebacks."""
     models: dict[str, dict[str, Any]] = {
         model: {"warnings": [str(each) for each in some], "configurations": {}} for model, some in warnings.items()
     }
     for finding in findings:
         models[finding.model]["configurations"][finding.configuration] = {
-            "outcome": finding.kind.name.lower(),
+            "outcome": finding.ending.name.lower(),
             "seconds": round(finding.seconds, 3),
             "reason": finding.reason,
             "alone": finding.alone,

@@ -10,7 +10,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import inspect
 import os
 import sys
 import threading
@@ -22,12 +21,12 @@ from typing import Any
 
 import torch
 
-from torch_fsdp_tests import extension, settings
-from torch_fsdp_tests.common_distributed.requirements import at_least_x_gpu, requirements_of, skip_codes, skip_unless
+from torch_fsdp_tests import extension, process_state, settings, world_sizes
+from torch_fsdp_tests.common_distributed.requirements import requirements_of, skip_codes, skip_unless
 from torch_fsdp_tests.common_distributed.subtests import run_subtests
 from torch_fsdp_tests.common_utils import TestCase, defect_blocks
 from torch_fsdp_tests.common_utils.testcase import is_ours, subtest_words
-from torch_fsdp_tests.device import accelerator, process_state
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.ranks import (
     Assignment,
@@ -45,6 +44,7 @@ from torch_fsdp_tests.ranks.rank import open_outputs
 from torch_fsdp_tests.settings import ConfigurationError
 from torch_fsdp_tests.verdict import Phase, RankResult, Reason, State, events, joined, kinds_of
 from torch_fsdp_tests.verdict.events import Skipped
+from torch_fsdp_tests.verdict.returned import check_returned
 
 __unittest = True
 
@@ -293,26 +293,18 @@ class RankTestCase(TestCase):
                 instead = self._unsupported_hooks[name]
                 words = f"{hook} has no effect here, because only upstream's harness uses it: {instead}"
                 raise_verdict(Verdict(State.ERROR, words, Phase.FIXTURE))
-        if world_size < 1 and not self._lacks_ranks(world_size):
+        if world_size < 1 and not self._too_few(world_size):
             stated = f"{type(self).__qualname__} has a world size of {world_size}"
             raise_verdict(Verdict(State.ERROR, f"{stated}: set its world_size to 1 or more", Phase.FIXTURE))
         events.need(devices)  # also of a test that skips here: another device may run it
         accelerator.expect(devices)
         self.addCleanup(accelerator.expect, 0)
         test = getattr(type(self), self._testMethodName)
-        ours = (lambda: self._lacks_ranks(world_size), lambda: accelerator.current().lacks_room_for(devices))
+        ours = (lambda: self._too_few(world_size), lambda: accelerator.current().lacks_room_for(devices))
         skip_unless([*requirements_of(test), *ours])
 
-    def _lacks_ranks(self, world_size: int) -> str | None:
-        """Why the ranks are too few: the class has one for each device, and the test needs more devices.
-
-        Only a world size that is computed can count devices.
-        """
-        is_counted = not isinstance(inspect.getattr_static(self, "world_size"), int)
-        least = max(events.declared_ranks(self), int(is_counted))
-        if world_size >= least or at_least_x_gpu(least):
-            return None
-        return f"needs {least} or more ranks, but the world size of {type(self).__qualname__} is {world_size} here"
+    def _too_few(self, world_size: int) -> str | None:
+        return world_sizes.too_few(self, world_size, accelerator.current())
 
     def _conclude(self, reports: Sequence[RankResult], limit: float) -> None:
         """Raise the verdict on the ranks' reports; return if the test passed in every rank."""
@@ -368,7 +360,7 @@ class RankTestCase(TestCase):
 
         with _tally.noted():
             run_all([body, self._run_cleanups])
-        events.check_returned(returned)  # not in the body, because this is never an expected failure
+        check_returned(returned)  # not in the body, because this is never an expected failure
 
     def _run_cleanups(self) -> None:
         registered: list = self._cleanups

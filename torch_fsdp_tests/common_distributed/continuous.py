@@ -12,10 +12,11 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from torch_fsdp_tests import process_state
 from torch_fsdp_tests.common_distributed.case import RankTestCase, limit_of, named_leaks, run_in_rank
 from torch_fsdp_tests.common_distributed.requirements import ranks_of
 from torch_fsdp_tests.common_utils import set_rng_seed
-from torch_fsdp_tests.device import accelerator, process_state, substitutes
+from torch_fsdp_tests.device import accelerator, substitutes
 from torch_fsdp_tests.ranks import (
     COLLECTIVE_TIMEOUT_FRACTION,
     Assignment,

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_fsdp_tests import settings
+from torch_fsdp_tests import process_state, settings
 from torch_fsdp_tests.common_distributed.case import RankTestCase, limit_of, named_leaks, raise_verdict, run_in_rank
 from torch_fsdp_tests.common_distributed.rank_process import ERROR_EXIT_CODE, RankPopen
 from torch_fsdp_tests.common_distributed.requirements import ranks_of, skip_codes
 from torch_fsdp_tests.common_utils import FILE_SCHEMA, set_rng_seed
-from torch_fsdp_tests.device import accelerator, process_state
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.ranks import (
     COLLECTIVE_TIMEOUT_FRACTION,
     Assignment,

@@ -14,13 +14,14 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from torch_fsdp_tests import world_sizes
 from torch_fsdp_tests.common_utils.flags import TEST_WITH_ROCM
 from torch_fsdp_tests.common_utils.skips import isRocmArchAnyOf
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.installed_torch.torch_facts import Fact
 from torch_fsdp_tests.installed_torch.version_ranges import dotted
 from torch_fsdp_tests.verdict import Reason, SkipKind
-from torch_fsdp_tests.verdict.events import LEAST_RANKS, Skipped
+from torch_fsdp_tests.verdict.events import Skipped
 
 __unittest = True
 
@@ -161,7 +162,7 @@ def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = True) -> Callable[[Decorated],
 
     def decorate(function: Decorated) -> Decorated:
         wrapped = requires(reason)(function)
-        setattr(wrapped, LEAST_RANKS, max(x, getattr(function, LEAST_RANKS, 0)))
+        world_sizes.declare(wrapped, max(x, world_sizes.declared_by(function)))
         return wrapped
 
     return decorate
@@ -176,8 +177,8 @@ def requires_world_size(n: int, least: int | None = None) -> Callable[[Decorated
 
     def decorate(function: Decorated) -> Decorated:
         wrapped = requires(lambda: accelerator.current().lacks_room_for(n if least is None else least))(function)
-        wrapped._required_world_size = n  # type: ignore[attr-defined]
-        setattr(wrapped, LEAST_RANKS, n if least is None else least)
+        world_sizes.request(wrapped, n)
+        world_sizes.declare(wrapped, n if least is None else least)
         return wrapped
 
     return decorate
@@ -190,10 +191,7 @@ def ranks_of(test: Any, most: int | None = None) -> int:
     Without ``most`` it is the default number of the device under test (4 on the CPU). If the class of ``test`` sets
     ``power_of_two_ranks = True``, because its shapes or meshes need that, the number is rounded down to a power of two.
     """
-    device = accelerator.current()
-    least = getattr(getattr(type(test), test._testMethodName, None), LEAST_RANKS, 1)
-    ranks = max(device.ranks, least) if most is None else device.ranks_up_to(most, max(least, 2))
-    return 1 << (ranks.bit_length() - 1) if getattr(test, "power_of_two_ranks", False) else ranks
+    return world_sizes.of_test(test, accelerator.current(), most)
 
 
 def at_most(ranks: int) -> Any:
@@ -209,8 +207,7 @@ def get_required_world_size(obj: Any, default: int) -> int:
 
     ``obj`` is a test case. Upstream's also returns ``default`` after any error.
     """
-    function = getattr(type(obj), getattr(obj, "_testMethodName", ""), None)
-    requested = getattr(function, "_required_world_size", None)
+    requested = world_sizes.requested(obj)
     return int(default) if requested is None else ranks_of(obj, requested)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torch_fsdp_tests.verdict import events
+from torch_fsdp_tests.verdict import returned
 
 
 def run_subtests(
@@ -36,7 +36,7 @@ def run_subtests(
         chosen = dict(zip(subtest_config, values))
         with cls_inst.subTest(**chosen):
             _forget_compiled()
-            events.check_ran(test_fn(*test_args, **test_kwargs, **chosen))
+            returned.check_ran(test_fn(*test_args, **test_kwargs, **chosen))
             _forget_compiled()
         if dist.is_initialized():
             dist.barrier()

@@ -13,7 +13,7 @@ from torch import nn
 
 from torch_fsdp_tests.inductor_utils import why_no_inductor
 from torch_fsdp_tests.installed_torch import torch_names
-from torch_fsdp_tests.verdict import events
+from torch_fsdp_tests.verdict import returned
 
 from .modes import FullyShardMode
 from .patches import swapped
@@ -51,7 +51,7 @@ def compiled_fsdp_test(compile_compute_on_module: type | None = None) -> Callabl
         names = inspect.unwrap(func).__globals__
 
         def run(*args: Any, **kwargs: Any) -> None:
-            events.check_returned(func(*args, **kwargs))
+            returned.check_returned(func(*args, **kwargs))
 
         def run_compiled(*args: Any, **kwargs: Any) -> None:
             # A pool of compile processes would outlive the rank that started it.

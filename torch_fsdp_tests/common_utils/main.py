@@ -11,8 +11,8 @@ from typing import Any
 
 import expecttest
 
-from torch_fsdp_tests import installation, settings
-from torch_fsdp_tests.device import accelerator, process_state
+from torch_fsdp_tests import installation, process_state, settings
+from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.installed_torch import upstream_names
 from torch_fsdp_tests.processes import launcher
 from torch_fsdp_tests.settings import BACKEND_VARIABLE, DEVICE_VARIABLE

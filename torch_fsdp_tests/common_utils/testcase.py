@@ -16,9 +16,18 @@ from typing import Any
 import expecttest
 import torch
 
-from torch_fsdp_tests import settings
-from torch_fsdp_tests.device import process_state
-from torch_fsdp_tests.verdict import VERDICT, DefectBlock, Phase, State, Verdict, by_cause, events, in_one_line
+from torch_fsdp_tests import process_state, settings
+from torch_fsdp_tests.verdict import (
+    VERDICT,
+    DefectBlock,
+    Phase,
+    State,
+    Verdict,
+    by_cause,
+    events,
+    in_one_line,
+    returned,
+)
 
 from . import defect_blocks, vacuous
 from .equality import Closeness, describe, differences, pairs
@@ -125,7 +134,7 @@ class TestCase(expecttest.TestCase):
 
     def _callTestMethod(self, method: Callable[[], object]) -> None:
         if not isinstance(self, unittest.IsolatedAsyncioTestCase):  # which runs what is async
-            method = events.checked(self, method)
+            method = returned.checked(self, method)
         try:
             super()._callTestMethod(method)
         except unittest.SkipTest:

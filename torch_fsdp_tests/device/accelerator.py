@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_fsdp_tests import settings
+from torch_fsdp_tests import world_sizes
 from torch_fsdp_tests.device import accelerator_probe, vendors
 from torch_fsdp_tests.device.capabilities import CAPABILITIES as CAPABILITIES
 from torch_fsdp_tests.device.capabilities import STAGED
@@ -79,11 +79,6 @@ class Accelerator:
         return self.backend if alone else f"cpu:gloo,{self.type}:{self.backend}"
 
     @property
-    def few_ranks(self) -> int:
-        """The world size of a test for which a few ranks are enough: 2 on the CPU, where every rank costs time."""
-        return settings.FEW_RANKS if self.is_cpu else self.ranks
-
-    @property
     def is_shared(self) -> bool:
         """Whether the ranks of a test share devices by default."""
         return 0 < self.count < self.ranks and not _on_several_machines()
@@ -117,16 +112,6 @@ class Accelerator:
     def for_ranks(self, world_size: int) -> Accelerator:
         """The description for a test with this many ranks: over another backend, if only that one has room for them."""
         return self if self.sharing is None or world_size <= self.count else self.sharing
-
-    def ranks_up_to(self, most: int, least: int = 2) -> int:
-        """The world size of a test that takes from ``least`` to ``most`` ranks: one rank for each device.
-
-        On the CPU that is ``most``, or fewer if the user or a launcher asked for fewer. Ranks share devices only if
-        there are fewer devices than ``least`` or than the requested ranks.
-        """
-        limit = _asked_ranks() if self.is_cpu else max(self.count, self.ranks)
-        largest = most if limit is None else min(most, limit)
-        return next((size for size in range(largest, least, -1) if self.lacks_room_for(size) is None), least)
 
     def lacks_room_for(self, world_size: int) -> str | None:
         """The reason why there is no room for this many ranks, or None.
@@ -162,7 +147,7 @@ def from_torch(device_type: str, backend: str | None, ranks: int | None) -> Acce
     if device_type == "cpu":
         # What gloo can do is known, so that no file pays for a probe.
         able = _OF_GLOO if backend == "gloo" else frozenset(_probe("cpu", backend)["capabilities"]) & _OF_THE_CPU
-        return Accelerator("cpu", backend, 0, ranks or settings.default_ranks(0), able)
+        return Accelerator("cpu", backend, 0, ranks or world_sizes.by_default(0), able)
     facts = _probe(device_type, backend)
     count = int(facts["count"])
     if count == 0:
@@ -171,7 +156,7 @@ def from_torch(device_type: str, backend: str | None, ranks: int | None) -> Acce
             "check the driver and the variable that restricts visibility, or name another device with --device or "
             f"{DEVICE_VARIABLE}"
         )
-    ranks = ranks or settings.default_ranks(count)
+    ranks = ranks or world_sizes.by_default(count)
     device = Accelerator(
         device_type, backend, count, ranks, frozenset(facts["capabilities"]), machine=facts.get("machine", {})
     )
@@ -279,12 +264,6 @@ def _probe(device_type: str, backend: str) -> dict:
     return _answers[what]
 
 
-def _asked_ranks() -> int | None:
-    requested = settings.ranks(os.environ)
-    launch = launcher.current() if requested is None else None
-    return requested if launch is None else launch.world_size
-
-
 @functools.cache
 def _resolve(asked_type: str | None, backend: str | None, ranks: int | None) -> Accelerator:
     if asked_type is None:
@@ -355,8 +334,8 @@ def current() -> Accelerator:
     ``TORCH_FSDP_TESTS_DEVICE``, ``_BACKEND`` and ``_RANKS`` select it. The default is torch's accelerator if one is
     visible, else the CPU. Raises :class:`ConfigurationError` with one sentence if the device is not available.
     """
-    ranks = _asked_ranks()
-    device = _resolve(os.environ.get(DEVICE_VARIABLE) or None, os.environ.get(BACKEND_VARIABLE) or None, ranks)
+    asked_type, backend = (os.environ.get(name) or None for name in (DEVICE_VARIABLE, BACKEND_VARIABLE))
+    device = _resolve(asked_type, backend, world_sizes.asked())
     return device.for_ranks(_expected_ranks)
 
 

@@ -9,7 +9,7 @@ import json
 import platform
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,11 @@ RANK_TIMES = ("rank_seconds", "rank_cpu")  # facts of a test: a number for each 
 UNFINISHED = "report.unfinished.json"  # exists during the run, and remains if the run is killed
 PREVIOUS = "previous"  # names the files of the run before, as in report.previous.json
 PAUSE_FACTOR = 20  # the pause until the next one, as a multiple of the seconds that writing one took
+
+
+def tests_in(data: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Each result in the data of a report, with its file."""
+    return ((file, test) for file in data["files"] for test in file["tests"])
 
 
 def as_json(results: Results) -> dict[str, Any]:

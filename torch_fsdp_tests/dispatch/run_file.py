@@ -22,13 +22,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from torch_fsdp_tests import extension, installation, settings
+from torch_fsdp_tests import extension, installation, settings, world_sizes
 from torch_fsdp_tests.dispatch import keywords
 from torch_fsdp_tests.dispatch.expectations import Entry, Situation
 from torch_fsdp_tests.dispatch.plan import ShardedTest, positions_of
 from torch_fsdp_tests.dispatch.runtests import DEFAULT_DIRECTORY, RunTests
 from torch_fsdp_tests.processes import foreign, leaks, messages, system
-from torch_fsdp_tests.verdict import Reason, SkipKind, events, in_one_line, stream
+from torch_fsdp_tests.verdict import Reason, SkipKind, events, in_one_line, returned, stream
 
 RANK_PROCESS = "--rank-process"
 
@@ -133,7 +133,7 @@ class Run:
         tests = list(events.tests_in([suite]))
         names = [events.test_name(test) for test in tests]
         # Also the ranks of tests that are not picked, which do not report them.
-        events.need(max(map(events.declared_ranks, tests), default=0))
+        events.need(max(map(world_sizes.declared, tests), default=0))
         picked, remarks, selected = select_tests(names, self.orders)
         verdicts = self._apply_lists(tests, names, picked)
         if self.orders.rerun_disabled:
@@ -204,9 +204,9 @@ def _is_declared_slow(test: unittest.TestCase) -> bool:
 def install(orders: Orders) -> Run:
     """Make every runner of this process obey the orders and report. Works with any result class of the file."""
     run = Run(orders)
-    events.check_calls()
+    returned.check_calls()
     if settings.is_on(settings.STRICT_LEAKS_VARIABLE, os.environ):
-        from torch_fsdp_tests.device import process_state  # imports torch, which not every file needs
+        from torch_fsdp_tests import process_state  # imports torch, which not every file needs
 
         process_state.check_every_test()
     runner: Any = unittest.TextTestRunner

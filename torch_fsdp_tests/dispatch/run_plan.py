@@ -9,7 +9,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from torch_fsdp_tests import settings
+from torch_fsdp_tests import world_sizes
 from torch_fsdp_tests.dispatch import listing, options, plan, times
 from torch_fsdp_tests.dispatch.devices import DeviceSet
 from torch_fsdp_tests.dispatch.discover import source_of
@@ -45,7 +45,7 @@ def make(
     """Plan a run on this machine, or of a launch with this ``world_size``."""
     selection = narrowed.tests
     known = times.load(run.execution.test_times, os.environ)
-    ranks = run.execution.ranks or world_size or settings.USUAL_RANKS
+    ranks = world_sizes.planned(run.execution.ranks, world_size)
     jobs_at_a_time = run.execution.jobs or options.default_jobs(ranks) if world_size is None else 1
     slots = device_set.names or [f"slot {n + 1}" for n in range(jobs_at_a_time)]
     needs = {test.file: known.needs.get(test.file, times.Needs(ranks, ranks)) for test in selection}

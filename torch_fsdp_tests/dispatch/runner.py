@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from torch_fsdp_tests.dispatch import devices, file_process, forkserver, plan, stages
+from torch_fsdp_tests.dispatch import devices, file_process, plan, server_of_files, stages
 from torch_fsdp_tests.dispatch.console import REFRESH, Console
 from torch_fsdp_tests.dispatch.devices import CPU, DeviceSet
 from torch_fsdp_tests.dispatch.file_process import TestProcess
@@ -63,7 +63,7 @@ def start_forks(run: RunTests, device_set: DeviceSet, children: Children, is_fre
     same_environment = device_set.lendable is None and not is_fresh
     if same_environment and not children.has_server and children.adopts and system.can_fork():
         environment = {**os.environ, **run.variables(os.environ)}
-        children.start_server(["-m", forkserver.__name__], environment, run.selection.test_directory)
+        children.start_server(["-m", server_of_files.__name__], environment, run.selection.test_directory)
 
 
 def will_fork(run: RunTests, device_set: DeviceSet) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch_fsdp_tests import installation
 from torch_fsdp_tests.device import machine
-from torch_fsdp_tests.dispatch import devices, forkserver, run_file
+from torch_fsdp_tests.dispatch import devices, run_file, server_of_files
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.processes import peers, system
 from torch_fsdp_tests.processes.children import Child, Children
@@ -181,7 +181,7 @@ class Worker:
     def _prepare(self, variables: Mapping[str, str]) -> None:
         """Start the fork server, with these variables more."""
         self._environment |= variables
-        self._children.start_server(["-m", forkserver.__name__], self._environment, self._root)
+        self._children.start_server(["-m", server_of_files.__name__], self._environment, self._root)
 
     def _start(self, order: StartFile) -> None:
         cwd = self._root / order.test_directory

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from torch.distributed.fsdp import CPUOffload
 
+from torch_fsdp_tests import world_sizes
 from torch_fsdp_tests.common_distributed import ranks_of
 from torch_fsdp_tests.common_fsdp import DEVICEInitMode, FSDPTest
 from torch_fsdp_tests.common_fsdp.patches import swapped
@@ -26,7 +27,7 @@ class FewRanksTest(FSDPTest):
     @property
     def world_size(self) -> int:
         """2 on the CPU; elsewhere the default number of the device under test."""
-        return ranks_of(self, accelerator.current().few_ranks)
+        return ranks_of(self, world_sizes.few(accelerator.current()))
 
 
 def device_init_modes(cpu_offload: CPUOffload) -> list[DEVICEInitMode]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torch_fsdp_tests import world_sizes
 from torch_fsdp_tests.common_distributed import needs, requires_world_size
 from torch_fsdp_tests.common_distributed.requirements import get_required_world_size, requires
 from torch_fsdp_tests.common_fsdp import FSDPTestContinuous
@@ -182,7 +183,7 @@ class ModelTestCase(FSDPTestContinuous):
         cls._ensure_ranks(configuration.world_size)
         self._run_in_ranks(f"{kind}_{configuration.name}")
         if configuration.saves:
-            world_size = accelerator.current().ranks_up_to(4)
+            world_size = world_sizes.up_to(4, accelerator.current())
             events.need(world_size)
             cls._ensure_ranks(world_size, load=True)
             self._run_in_ranks(f"resume_{configuration.name}")

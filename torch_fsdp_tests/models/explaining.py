@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from torch_fsdp_tests.defects import limits, tracebacks
 from torch_fsdp_tests.defects.registry import NO_WORKAROUND, Answer
+from torch_fsdp_tests.models.endings import Ending, ending_of
 from torch_fsdp_tests.verdict import Verdict
-from torch_fsdp_tests.verdict.of_configuration import Kind, kind_of
 
 _MOST = 2  # known defects that are named for one failure
 
@@ -29,11 +29,11 @@ class Explanation(NamedTuple):
 
 def explaining(verdict: Verdict) -> list[Explanation]:
     """What explains an error. A mismatch has no message of torch, so nothing explains it."""
-    kind, text = kind_of(verdict.outcome, verdict.ranks), verdict.in_full
-    if kind in (Kind.MISMATCH, Kind.FAILS_WITHOUT_FSDP):
+    kind, text = ending_of(verdict.outcome, verdict.ranks), verdict.in_full
+    if kind in (Ending.MISMATCH, Ending.FAILS_WITHOUT_FSDP):
         return []
     found = [Explanation("limit", each.id, each.means, each.advice) for each in limits.explaining(text)[:1]]
-    defects = tracebacks.raising(text) if kind is Kind.RAISED else []
+    defects = tracebacks.raising(text) if kind is Ending.RAISED else []
     present = (defect for defect in defects if defect.expected_here() is not Answer.ABSENT)
     return found + [
         Explanation("known defect", each.id, each.headline, each.workaround.replace(NO_WORKAROUND, ""))

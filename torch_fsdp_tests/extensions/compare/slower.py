@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from torch_fsdp_tests.dispatch.report import tests_in
 from torch_fsdp_tests.verdict import State
 
 SLOWER_BY = 1.5  # how many times as long as before
@@ -25,11 +26,6 @@ MANY_TESTS = 10  # with fewer tests the pace of a run is unknown
 PACE_REPORTED = 1.1  # times as slow or as fast as before; a smaller difference is not reported
 Report = Mapping[str, Any]
 Test = Mapping[str, Any]
-
-
-def tests_in(report: Report) -> Iterator[tuple[Mapping[str, Any], Test]]:
-    """Each result of a report, with its file."""
-    return ((file, test) for file in report["files"] for test in file["tests"])
 
 
 def tests_of(report: Report) -> dict[tuple[str, str], Test]:

@@ -9,15 +9,16 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from torch_fsdp_tests.check import models_table
 from torch_fsdp_tests.device import machine
 from torch_fsdp_tests.device.capabilities import CAPABILITIES
 from torch_fsdp_tests.dispatch import hosts as host_verdicts
-from torch_fsdp_tests.dispatch import models_table, page
+from torch_fsdp_tests.dispatch import page
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.features import features_of
 from torch_fsdp_tests.dispatch.file_result import EndKind, ProcessEnd
 from torch_fsdp_tests.dispatch.page import Row, Section
-from torch_fsdp_tests.extensions.compare.slower import tests_in
+from torch_fsdp_tests.dispatch.report import tests_in
 from torch_fsdp_tests.processes.messages import from_data
 from torch_fsdp_tests.verdict import (
     COUNTED,

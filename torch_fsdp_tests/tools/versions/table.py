@@ -13,7 +13,7 @@ from typing import Any
 from torch_fsdp_tests.dispatch import report
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.extensions.behavior import differences, kept_records
-from torch_fsdp_tests.extensions.compare.slower import Test, side_by_side, tests_in, tests_of
+from torch_fsdp_tests.extensions.compare.slower import Test, side_by_side, tests_of
 from torch_fsdp_tests.installed_torch.version_ranges import numbers
 from torch_fsdp_tests.verdict import State, columns, plural
 
@@ -38,7 +38,7 @@ class Row:
     def cells(self) -> tuple[str, ...]:
         if not self.data:
             return (self.label, "", "", self.problem, *["0"] * 5)
-        hits = sum(test["outcome"] == State.KNOWN_DEFECT.value for _, test in tests_in(self.data))
+        hits = sum(test["outcome"] == State.KNOWN_DEFECT.value for _, test in report.tests_in(self.data))
         defects = f"{len(self.data['known_defects'])} ({plural(hits, 'test')})" if hits else "0"
         what = "; ".join(filter(None, (self.what, self.problem)))
         about = (self.data["torch"] or self.label, self.data["python"], self.data["device"] or "", what)

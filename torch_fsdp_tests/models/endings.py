@@ -1,4 +1,4 @@
-"""How a model of :mod:`torch_fsdp_tests.models` ended in a configuration, from the outcome of its test."""
+"""How a model ended in a configuration, from the outcome of its test, and its letter in the table. Needs no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch_fsdp_tests.verdict.of_rank import RankResult, by_cause
 from torch_fsdp_tests.verdict.states import State
 
 
-class Kind(enum.Enum):
+class Ending(enum.Enum):
     """How a configuration ended. The value is its letter in the table."""
 
     PASSED = "."
@@ -28,35 +28,35 @@ class Kind(enum.Enum):
 
 
 WORDS = {
-    Kind.PASSED: "equals the plain model",
-    Kind.SKIPPED: "skipped",
-    Kind.KNOWN: "shows the known defect that the case names",
-    Kind.LIMIT: "raises as the case says",
-    Kind.MISMATCH: "differs from the plain model",
-    Kind.RAISED: "raises",
-    Kind.HUNG: "hangs",
-    Kind.DIED: "a rank dies",
-    Kind.FAILS_WITHOUT_FSDP: "raises without FSDP too",
+    Ending.PASSED: "equals the plain model",
+    Ending.SKIPPED: "skipped",
+    Ending.KNOWN: "shows the known defect that the case names",
+    Ending.LIMIT: "raises as the case says",
+    Ending.MISMATCH: "differs from the plain model",
+    Ending.RAISED: "raises",
+    Ending.HUNG: "hangs",
+    Ending.DIED: "a rank dies",
+    Ending.FAILS_WITHOUT_FSDP: "raises without FSDP too",
 }
 _BY_STATE = {
-    State.PASSED: Kind.PASSED,
-    State.KNOWN_DEFECT: Kind.KNOWN,
-    State.KNOWN_FAILURE: Kind.KNOWN,
-    State.SKIPPED: Kind.SKIPPED,
-    State.NOT_RUN: Kind.SKIPPED,
-    State.TIMED_OUT: Kind.HUNG,
-    State.CRASHED: Kind.DIED,
+    State.PASSED: Ending.PASSED,
+    State.KNOWN_DEFECT: Ending.KNOWN,
+    State.KNOWN_FAILURE: Ending.KNOWN,
+    State.SKIPPED: Ending.SKIPPED,
+    State.NOT_RUN: Ending.SKIPPED,
+    State.TIMED_OUT: Ending.HUNG,
+    State.CRASHED: Ending.DIED,
 }
 
 
-def kind_of(outcome: State, ranks: Sequence[RankResult]) -> Kind:
-    """The kind of a test in a configuration. Only in ranks is a failed assertion a mismatch."""
+def ending_of(outcome: State, ranks: Sequence[RankResult]) -> Ending:
+    """How a test of a configuration ended. Only in ranks is a failed assertion a mismatch."""
     first = next(iter(by_cause(ranks)), None)
     if first is not None and first.exception == "FailsWithoutFSDP":
-        return Kind.FAILS_WITHOUT_FSDP
+        return Ending.FAILS_WITHOUT_FSDP
     if first is not None and outcome is State.FAILED:
-        return Kind.MISMATCH
-    return _BY_STATE.get(outcome, Kind.RAISED)
+        return Ending.MISMATCH
+    return _BY_STATE.get(outcome, Ending.RAISED)
 
 
 def reason_of(reason: str, ranks: Sequence[RankResult]) -> str:

@@ -7,9 +7,9 @@ from html import escape
 from typing import Any
 
 from torch_fsdp_tests.dispatch import page
+from torch_fsdp_tests.models.endings import WORDS, Ending, ending_of, reason_of
 from torch_fsdp_tests.processes.messages import from_data
 from torch_fsdp_tests.verdict import RankResult, State
-from torch_fsdp_tests.verdict.of_configuration import WORDS, Kind, kind_of, reason_of
 
 # For each model, as ``python -m torch_fsdp_tests.check --json`` has them: warnings, and results by configuration.
 Models = Mapping[str, Mapping[str, Any]]
@@ -35,11 +35,11 @@ def _class(file: Mapping[str, Any], test: Mapping[str, Any]) -> str:
 def _result(test: Mapping[str, Any]) -> dict[str, Any]:
     facts = test.get("configuration") or {}
     ranks = [from_data(RankResult, rank) for rank in test["ranks"]]
-    kind = kind_of(State(test["outcome"]), ranks)
-    if kind is Kind.PASSED and facts.get("is_limit"):
-        kind = Kind.LIMIT
+    ending = ending_of(State(test["outcome"]), ranks)
+    if ending is Ending.PASSED and facts.get("is_limit"):
+        ending = Ending.LIMIT
     more = {"alone": facts.get("alone", ""), "explained": facts.get("explained", []), "repeat": test["repeat"]}
-    return {"outcome": kind.name.lower(), "reason": reason_of(test["reason"], ranks), **more}
+    return {"outcome": ending.name.lower(), "reason": reason_of(test["reason"], ranks), **more}
 
 
 def html(models: Models) -> str:
@@ -50,8 +50,12 @@ def html(models: Models) -> str:
         [page.code(name), *(_letter(its["configurations"].get(name)) for its in models.values())]
         for name in sorted(names)
     ]
-    used = [kind for kind in Kind if any(kind is _kind(result) for its in models.values() for result in _results(its))]
-    words = ", ".join(f"<code>{kind.value}</code> {WORDS[kind]}" for kind in used)
+    used = [
+        ending
+        for ending in Ending
+        if any(ending is _ending(result) for its in models.values() for result in _results(its))
+    ]
+    words = ", ".join(f"<code>{ending.value}</code> {WORDS[ending]}" for ending in used)
     warnings = (
         f"<p>expected for {page.code(name)}: {page.prose(text)}</p>"
         for name, its in models.items()
@@ -61,7 +65,7 @@ def html(models: Models) -> str:
         _failure(model, name, result)
         for model, its in models.items()
         for name, result in its["configurations"].items()
-        if _kind(result).is_bad
+        if _ending(result).is_bad
     )
     table = page.table(columns, rows)
     return "".join([*warnings, f"<p class=dim>{words}</p>", table, *failures]) if table else ""
@@ -71,16 +75,16 @@ def _results(model: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [*model["configurations"].values()]
 
 
-def _kind(result: Mapping[str, Any]) -> Kind:
-    return Kind[result["outcome"].upper()]
+def _ending(result: Mapping[str, Any]) -> Ending:
+    return Ending[result["outcome"].upper()]
 
 
 def _letter(result: Mapping[str, Any] | None) -> str:
     if result is None:
         return ""
-    kind = _kind(result)
-    colour = "bad" if kind.is_bad else "ok" if kind is Kind.PASSED else "warn"
-    return f'<span class={colour} title="{escape(WORDS[kind])}">{kind.value}</span>'
+    ending = _ending(result)
+    colour = "bad" if ending.is_bad else "ok" if ending is Ending.PASSED else "warn"
+    return f'<span class={colour} title="{escape(WORDS[ending])}">{ending.value}</span>'
 
 
 def _failure(model: str, configuration: str, result: Mapping[str, Any]) -> str:
