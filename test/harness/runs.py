@@ -28,7 +28,7 @@ from typing import IO, Any
 
 from torch_fsdp_tests.processes import program_server, system
 from torch_fsdp_tests.processes.forkserver import preload, start_fresh
-from torch_fsdp_tests.processes.program_server import ProgramServer
+from torch_fsdp_tests.processes.program_server import Program, ProgramServer
 
 ROOT = Path(__file__).resolve().parents[2]
 INPUTS = Path(__file__).parent / "inputs"
@@ -154,7 +154,8 @@ class Process:
         command = [str(file), *arguments]
         environment = os.environ | {"PYTHONPATH": str(ROOT)} | dict(environment)
         server = _server()
-        forked = server and server.fork(command, environment, Path(cwd), (stdout.fileno(), stderr.fileno()), {})
+        program = Program((), command, environment, Path(cwd))
+        forked = server and server.fork(program, (stdout.fileno(), stderr.fileno()))
         self.pid = forked or start_fresh(command, (), environment, cwd=cwd, stdout=stdout, stderr=stderr)
         _running.append(self)
 

@@ -18,6 +18,7 @@ from torch_fsdp_tests.dispatch.plan import Job
 from torch_fsdp_tests.dispatch.run_file import Orders
 from torch_fsdp_tests.processes import messages, system
 from torch_fsdp_tests.processes.children import Child, Children
+from torch_fsdp_tests.processes.program_server import Program
 from torch_fsdp_tests.verdict import FILE_ITSELF, Phase, Scope, State, TestResult, first_few, stream
 
 GRACE = 5.0  # seconds between the signal that requests stacks, and the kill
@@ -60,16 +61,14 @@ class TestProcess:
         self._events, write = os.pipe()
         os.set_blocking(self._events, False)
         try:
-            self.child = self._children.start(
+            program = Program(
                 [*measure, "-m", run_file.__name__],
                 [str(path), str(orders_path), "--", *orders.arguments],
                 environment,
-                self.directory,
                 cwd=orders.test_directory,
-                limit=time.monotonic() + self.limit,
-                grace=GRACE,
                 kept={stream.DESCRIPTOR_VARIABLE: write},
             )
+            self.child = self._children.start(program, self.directory, time.monotonic() + self.limit, GRACE)
         except BaseException:
             os.close(self._events)
             raise

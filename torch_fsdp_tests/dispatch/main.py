@@ -113,7 +113,8 @@ def _checked(run: RunTests, others: OtherRanks) -> ExitStatus:
     with _children(run, device_set) as children:
         narrowed = _select(run, files, device_set.type)
         selection = narrowed.tests
-        planned = run_plan.make(run, others.world_size, files, narrowed, device_set, _entries(run))
+        planned = run_plan.make(run, others.world_size, files, narrowed, device_set)
+        planned = dataclasses.replace(planned, entries=tuple(_entries(run)))
         _remark(*planned.remarks)
         if not selection and not narrowed.verdict:
             nothing = f"none of the selected tests failed when they were last run here on {device_set.type}"

@@ -40,7 +40,6 @@ def make(
     files: Mapping[str, Path],
     narrowed: Narrowed,
     device_set: DeviceSet,
-    entries: Sequence[Entry],
 ) -> RunPlan:
     """Plan a run on this machine, or of a launch with this ``world_size``."""
     selection = narrowed.tests
@@ -65,7 +64,7 @@ def make(
         jobs = plan.make_jobs(plan.in_order(parts, selection), lent, device_set.lendable)
     else:
         jobs = plan.order(plan.make_jobs(parts, lent, device_set.lendable), len(slots), plan.assumed(parts))
-    return RunPlan(jobs, files, needs, ranks, device_set, slots, tuple(entries), known.remarks)
+    return RunPlan(jobs, files, needs, ranks, device_set, slots, remarks=known.remarks)
 
 
 def shown(run: RunTests, planned: RunPlan) -> str:

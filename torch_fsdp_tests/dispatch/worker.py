@@ -26,6 +26,7 @@ from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.processes import peers, system
 from torch_fsdp_tests.processes.children import Child, Children
 from torch_fsdp_tests.processes.launcher import Launch
+from torch_fsdp_tests.processes.program_server import Program
 
 PATIENCE = 3.0  # seconds for a file's process to leave by itself, after that of rank 0 is gone
 GRACE = 0.5  # seconds for it to write its stacks, before it is killed
@@ -186,14 +187,13 @@ class Worker:
     def _start(self, order: StartFile) -> None:
         cwd = self._root / order.test_directory
         self._number, self._is_ending = order.number, False
-        self._file = self._children.start(
+        program = Program(
             ["-m", run_file.__name__],
             [run_file.RANK_PROCESS, str(os.getpid()), str(cwd / f"{order.name}.py"), *order.arguments],
             {**self._environment, **order.environment, **self._launch.variables(order.attempt)},
-            self._children.make_directory(),
             cwd,
-            grace=GRACE,
         )
+        self._file = self._children.start(program, self._children.make_directory(), grace=GRACE)
 
     def _end_file(self) -> None:
         """Give the process a moment to leave. It sees that rank 0 is gone, and ends its rank itself."""

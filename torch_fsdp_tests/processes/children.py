@@ -22,7 +22,7 @@ from typing import IO, Any
 from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.processes.forkserver import start_fresh
 from torch_fsdp_tests.processes.leaks import end_strays
-from torch_fsdp_tests.processes.program_server import ProgramServer
+from torch_fsdp_tests.processes.program_server import Program, ProgramServer
 from torch_fsdp_tests.processes.reaper import Reaper
 from torch_fsdp_tests.processes.wakeup import Wakeup
 
@@ -98,37 +98,27 @@ class Children:
         (directory / "tmp").mkdir()
         return directory
 
-    def start(
-        self,
-        program: Sequence[str],
-        arguments: Sequence[str],
-        environment: Mapping[str, str],
-        directory: Path,
-        cwd: Path,
-        limit: float = math.inf,
-        grace: float = 0.0,
-        kept: Mapping[str, int] | None = None,
-    ) -> Child:
-        """Start ``python PROGRAM ARGUMENTS``: as a fork of the fork server, if that is ready.
+    def start(self, program: Program, directory: Path, limit: float = math.inf, grace: float = 0.0) -> Child:
+        """Start a program: as a fork of the fork server if that is ready, or else as a fresh interpreter.
 
-        Its output goes to the file ``output`` of its directory. ``kept`` has the descriptors that it keeps, by the
-        variables that pass their numbers. Raises ``OSError`` or ``SubprocessError`` if it cannot be started.
+        Its output goes to the file ``output`` of its directory. Raises ``OSError`` or ``SubprocessError`` if it cannot
+        be started.
         """
-        kept = kept or {}
-        environment = {**environment, "TMPDIR": str(directory / "tmp")}
+        program = program.with_variables(TMPDIR=str(directory / "tmp"))
         pid = None
         with open(directory / "output", "ab") as output:
             if self._server is not None and self._server.ready:
-                pid = self._server.fork(arguments, environment, cwd, (output.fileno(), output.fileno()), kept)
+                pid = self._server.fork(program, (output.fileno(), output.fileno()))
             if pid is None:
+                kept = program.kept
                 pid = start_fresh(
-                    [*program, *arguments],
+                    [*program.interpreter, *program.arguments],
                     list(kept.values()),
-                    {**environment, **{name: str(descriptor) for name, descriptor in kept.items()}},
+                    {**program.environment, **{name: str(descriptor) for name, descriptor in kept.items()}},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    cwd=cwd,
+                    cwd=program.cwd,
                     start_new_session=True,
                 )
         return self._take(Child(pid, directory, limit, grace))

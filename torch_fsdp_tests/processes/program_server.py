@@ -24,6 +24,23 @@ _GO = b"g"
 
 
 @dataclasses.dataclass(frozen=True)
+class Program:
+    """``python INTERPRETER ARGUMENTS``. A fork server needs no ``interpreter``: it has imported the program already.
+
+    ``kept`` has the descriptors that the program keeps, by the variables that pass their numbers.
+    """
+
+    interpreter: Sequence[str]  # such as ``-m MODULE``
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+    cwd: Path
+    kept: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def with_variables(self, **variables: str) -> Program:
+        return dataclasses.replace(self, environment={**self.environment, **variables})
+
+
+@dataclasses.dataclass(frozen=True)
 class Fork:
     """Run a program with these arguments.
 
@@ -72,18 +89,12 @@ class ProgramServer:
         """Return sentences about what the server could not import."""
         return self._ready.read_text(encoding="utf-8").splitlines() if self._ready.exists() else []
 
-    def fork(
-        self,
-        arguments: Sequence[str],
-        environment: Mapping[str, str],
-        cwd: Path,
-        outputs: tuple[int, int],
-        kept: Mapping[str, int],
-    ) -> int | None:
+    def fork(self, program: Program, outputs: tuple[int, int]) -> int | None:
         """Return the process id of a new child of this process that runs the program, or None after a failure."""
-        descriptors = (*outputs, *kept.values())
+        arguments, environment = tuple(program.arguments), dict(program.environment)
+        descriptors = (*outputs, *program.kept.values())
         with contextlib.suppress(OSError, MessageError):
-            self._control.send(Fork(tuple(arguments), dict(environment), str(cwd), tuple(kept), descriptors))
+            self._control.send(Fork(arguments, environment, str(program.cwd), tuple(program.kept), descriptors))
             if (forked := self._control.receive()) is not None:
                 return int(forked.pid)
         self.close()

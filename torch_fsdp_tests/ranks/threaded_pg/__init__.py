@@ -28,12 +28,13 @@ from torch.futures import Future
 from torch_fsdp_tests import settings
 from torch_fsdp_tests.ranks.threaded_pg.collectives import BY_NAME, Form, Mismatch, Part, Reduction, describe
 from torch_fsdp_tests.ranks.threaded_pg.meeting import (
+    Appointment,
     Board,
-    Call,
     CollectiveError,
     CollectiveTimeout,
     Meeting,
     PeerFailed,
+    ThreadCall,
 )
 
 Tensors = Sequence[Tensor]
@@ -203,8 +204,9 @@ class ProcessLocalGroup(dist.ProcessGroup):
         self._sequence += 1
         group = f"group {self._name!r}" if self._name else "a group"
         title = f"{group} of {self.size()} ranks"
-        call = Call(name, agreed, parts, root, reduction)
-        meeting = self._board.join(self._token, self._sequence, self.size(), title, self.rank(), call)
+        call = ThreadCall(name, agreed, parts, root, reduction)
+        appointment = Appointment(self._token, self._sequence, self.size(), title)
+        meeting = self._board.join(appointment, self.rank(), call)
         timeout = getattr(opts, "timeout", None)
         seconds = timeout.total_seconds() if timeout is not None else -1
         limit = min(self._limit, seconds) if seconds > 0 else self._limit

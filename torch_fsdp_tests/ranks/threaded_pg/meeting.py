@@ -69,8 +69,21 @@ def _stream_devices(tensors: Sequence[Tensor]) -> set[torch.device]:
     return {device for device in kinds if device.type == accelerator.current().type}
 
 
+@dataclass(frozen=True)
+class Appointment:
+    """Where the `number`-th calls of all ranks meet, in the group that has this `token`."""
+
+    token: str
+    number: int
+    size: int
+    group: str  # in words
+
+    def __str__(self) -> str:
+        return f"collective {self.number} of {self.group}"
+
+
 @dataclass
-class Call:
+class ThreadCall:
     """One rank's call of a collective.
 
     `name` and `agreed` must be equal on all ranks. Both are texts, so that errors can show them. `parts` holds several
@@ -104,7 +117,7 @@ class Meeting:
     def __init__(self, title: str, size: int) -> None:
         self._title, self._size = title, size
         self._lock = threading.Lock()
-        self.calls: dict[int, Call] = {}
+        self.calls: dict[int, ThreadCall] = {}
         self.opened = threading.Event()
         self.error: BaseException | None = None
         self._fence: Fence | None = None
@@ -132,7 +145,7 @@ class Meeting:
         absent = [rank for rank in range(self._size) if rank not in self.calls]
         return f"{self._title}, {self.calls[present[0]]}: ranks {present} wait for ranks {absent}, which did not arrive"
 
-    def add(self, rank: int, call: Call) -> bool:
+    def add(self, rank: int, call: ThreadCall) -> bool:
         """Add a rank's call. Returns whether all have arrived. A call that disagrees with an earlier one ends it."""
         other, first = next(iter(self.calls.items()), (rank, call))
         if (call.name, call.agreed) != (first.name, first.agreed):
@@ -191,15 +204,13 @@ class Board:
                 meeting.finish(self._failure)
             self._meetings.clear()
 
-    def join(self, token: str, number: int, size: int, name: str, rank: int, call: Call) -> Meeting:
-        """Add a rank's part of the collective with this `number` in the group with this `token`, and perform the
-        collective if no part is missing. The n-th calls of all ranks are one meeting.
-        """
+    def join(self, appointment: Appointment, rank: int, call: ThreadCall) -> Meeting:
+        """Add a rank's part of a collective, and perform the collective if no part is missing."""
         with self._lock:
             if self._failure is not None:
                 raise PeerFailed(self._failure.rank, self._failure.cause)
-            key = token, number
-            meeting = self._meetings.setdefault(key, Meeting(f"collective {number} of {name}", size))
+            key = appointment.token, appointment.number
+            meeting = self._meetings.setdefault(key, Meeting(str(appointment), appointment.size))
             complete = meeting.add(rank, call)
             if complete:
                 del self._meetings[key]
