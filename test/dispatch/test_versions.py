@@ -13,7 +13,7 @@ from typing import Any
 
 from trees import CHECKOUT, FAIL, LIMIT, PASS, TreeCase, all_end, body, little_torch
 
-from torch_fsdp_tests.tools.versions.table import Row, Table
+from torch_fsdp_tests.tools.versions.table import Table, VersionRow
 
 UV = shutil.which("uv") or importlib.util.find_spec("uv")
 SKIP = "class TestS(unittest.TestCase):\n    @unittest.skip('no')\n    def test_s(self): pass\n"
@@ -204,10 +204,10 @@ class TestTable(unittest.TestCase):
     """Without it, a shard or a killed run could be compared with whole runs, and tests would seem to be missing."""
 
     def test_only_complete_runs_of_one_selection_are_compared(self):
-        def row(torch: str, problem: str = "", outcome: str = "passed", **more: Any) -> Row:
+        def row(torch: str, problem: str = "", outcome: str = "passed", **more: Any) -> VersionRow:
             test = {"test": "T.test_x", "outcome": outcome, "reason": ""}
             data = {"torch": torch, "files": [{"file": "test_x", "tests": [test]}], "selection": "", "num_shards": 1}
-            return Row(torch, {**data, "suite": {"commit": "c"}, **more}, problem)
+            return VersionRow(torch, {**data, "suite": {"commit": "c"}, **more}, problem)
 
         of_shard: dict[str, Any] = {"num_shards": 2, "shard": 1}
         others = [row("2.7.0", **of_shard), row("2.8.0", "killed")]

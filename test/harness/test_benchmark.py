@@ -13,7 +13,7 @@ from torch_fsdp_tests.tools import benchmark as harness
 UPSTREAM_AT = 10.0  # how many times as slow
 
 
-class FakeRun(harness.Run):
+class FakeRun(harness.TimedRun):
     """A run whose tests take 0.4 s each, or with upstream's harness ten times as long."""
 
     made: list
@@ -39,7 +39,7 @@ class TestHarnessBenchmark(TestCase):
         FakeRun.made = []
         stack = contextlib.ExitStack()
         self.addCleanup(stack.close)
-        stack.enter_context(unittest.mock.patch.object(harness, "Run", FakeRun))
+        stack.enter_context(unittest.mock.patch.object(harness, "TimedRun", FakeRun))
         self.stdout = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
 

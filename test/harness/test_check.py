@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from runs import COMMAND_LIMIT, INPUTS, ROOT, outputs
 
-from torch_fsdp_tests.check import models_table, report
+from torch_fsdp_tests.check import check_report, models_table
 from torch_fsdp_tests.check.__main__ import main
-from torch_fsdp_tests.check.checking import Finding
+from torch_fsdp_tests.check.checking import Checked
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.models import ModelTestCase, comparing, configurations
 from torch_fsdp_tests.models.advice import advice
@@ -148,14 +148,14 @@ class TestReport(TestCase):
     """Without it, the table could show another result than the one that was found."""
 
     findings = (
-        Finding("m:a", "fsdp2_clip", Ending.PASSED, 1.0),
-        Finding("m:a", "fsdp1", Ending.SKIPPED, 0.0, "no room"),
-        Finding("m:b", "fsdp2_clip", Ending.MISMATCH, 2.0, "the loss of step 1 is 2", "text", "fsdp2_clip"),
+        Checked("m:a", "fsdp2_clip", Ending.PASSED, 1.0),
+        Checked("m:a", "fsdp1", Ending.SKIPPED, 0.0, "no room"),
+        Checked("m:b", "fsdp2_clip", Ending.MISMATCH, 2.0, "the loss of step 1 is 2", "text", "fsdp2_clip"),
     )
 
     def test_table_and_failures(self):
         self.assertExpectedInline(
-            report.text(self.findings, {"m:a": [], "m:b": ["a warning"]}),
+            check_report.text(self.findings, {"m:a": [], "m:b": ["a warning"]}),
             """\
 expected for m:b: a warning
 

@@ -24,9 +24,9 @@ from sources import TESTS_OF_FSDP, trees
 
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, TestCase, run_tests
 from torch_fsdp_tests.defects import registry
+from torch_fsdp_tests.defects.command import command_line as defects_main
 from torch_fsdp_tests.defects.command import launch, texts, trial
-from torch_fsdp_tests.defects.command import main as defects_main
-from torch_fsdp_tests.defects.command.main import main
+from torch_fsdp_tests.defects.command.command_line import main
 from torch_fsdp_tests.defects.registry import Answer, Component, Consequence, Defect, Exposure
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.dispatch.devices import cores

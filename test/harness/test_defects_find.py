@@ -18,7 +18,7 @@ from runs import INPUTS, ROOT, assert_rejected, outputs, run_beside
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.defects import registry
 from torch_fsdp_tests.defects.command import changes, find, texts, trial, versions_page
-from torch_fsdp_tests.defects.command.main import main, parse
+from torch_fsdp_tests.defects.command.command_line import main, parse
 from torch_fsdp_tests.defects.in_tests import KnownDefect
 from torch_fsdp_tests.defects.registry import Answer, Component, Consequence, Exposure
 from torch_fsdp_tests.dispatch import page

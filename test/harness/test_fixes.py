@@ -12,7 +12,7 @@ from runs import LIMIT, ROOT, assert_rejected, outputs, run_beside
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.defects import registry
-from torch_fsdp_tests.defects.command.main import main
+from torch_fsdp_tests.defects.command.command_line import main
 from torch_fsdp_tests.defects.registry import Exposure
 from torch_fsdp_tests.dispatch.main import main as run_test
 from torch_fsdp_tests.installed_torch import fixes

@@ -11,7 +11,7 @@ from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.defects import limits
 from torch_fsdp_tests.defects.command import find
-from torch_fsdp_tests.defects.command.main import main
+from torch_fsdp_tests.defects.command.command_line import main
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.installed_torch.version_ranges import version_fits
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_fsdp_tests.common_distributed.multi_threaded import run_threads
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.ranks.threaded_pg import CollectiveTimeout, Mismatch, PeerFailed, ThreadLocalWorld
+from torch_fsdp_tests.ranks.threaded_pg import CallsDiffer, CollectiveTimeout, PeerFailed, ThreadLocalWorld
 from torch_fsdp_tests.verdict import RankResult, State
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -470,7 +470,7 @@ class TestFailures(ThreadsTestCase):
         """Both ranks catch the mismatch. All of `words` are in both messages."""
 
         def caught(rank):
-            with self.assertRaises(Mismatch) as seen:
+            with self.assertRaises(CallsDiffer) as seen:
                 body(rank)
             # The ranks can meet again after a mismatch.
             tensor = torch.ones(1)
@@ -507,7 +507,7 @@ class TestFailures(ThreadsTestCase):
                 tensor = torch.tensor([rank + 1.0])
                 if rank == 2:
                     third_may.wait()
-                with self.assertRaises(Mismatch):
+                with self.assertRaises(CallsDiffer):
                     dist.all_reduce(tensor, ops[rank])
                 if rank != 2:
                     both_know.wait()

@@ -34,7 +34,7 @@ from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.installed_torch import upstream_names
 from torch_fsdp_tests.installed_torch.upstream_tables import BORROWED, INSTEAD
 from torch_fsdp_tests.ranks import RanksErred, RanksFailed
-from torch_fsdp_tests.tools.upstream_names import left
+from torch_fsdp_tests.tools.names_left import left
 
 UPSTREAM = upstream_names.UPSTREAM
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from torch_fsdp_tests.check import checking, report
+from torch_fsdp_tests.check import check_report, checking
 from torch_fsdp_tests.check.checking import Checked
 from torch_fsdp_tests.check.factory import InvalidFactory, case_of
 from torch_fsdp_tests.device import accelerator
@@ -50,7 +50,7 @@ The device under test is chosen as for the tests: TORCH_FSDP_TESTS_DEVICE, TORCH
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
-        prog=report.PROGRAM,
+        prog=check_report.PROGRAM,
         description="Train a model in many configurations of FSDP, and compare it with the plain model.",
         epilog=EPILOG,
     )
@@ -71,19 +71,19 @@ def main(argv: Sequence[str]) -> int:
         cases = {each: case_of(each, _configurations(options)) for each in options.factories}
         warnings = {each: _advice(each, case) for each, case in cases.items()}
     except (InvalidFactory, UnknownConfiguration, accelerator.ConfigurationError) as error:
-        print(f"{report.PROGRAM}: {error}", file=sys.stderr)
+        print(f"{check_report.PROGRAM}: {error}", file=sys.stderr)
         return 2
     facts = {"device": device.name, "backend": device.backend}
     findings = [finding for each, case in cases.items() for finding in checking.check(each, case, _show(options.json))]
-    data = report.as_data(findings, warnings, facts)
+    data = check_report.as_data(findings, warnings, facts)
     if options.report:
         atomic.write_text(options.report / "report.json", json.dumps(data, indent=1) + "\n")
-        atomic.write_text(options.report / "report.html", report.as_html(data))
+        atomic.write_text(options.report / "report.html", check_report.as_html(data))
     if options.json:
         print(json.dumps(data, indent=1))
     else:
         print(f"\ntorch {torch.__version__}, device {device.name}, backend {device.backend}\n")
-        print(report.text(findings, warnings))
+        print(check_report.text(findings, warnings))
     return 1 if any(finding.ending.is_bad for finding in findings) else 0
 
 

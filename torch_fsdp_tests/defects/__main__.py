@@ -1,6 +1,6 @@
 """``python -m torch_fsdp_tests.defects``."""
 
-from torch_fsdp_tests.defects.command.main import main
+from torch_fsdp_tests.defects.command.command_line import main
 from torch_fsdp_tests.processes import system
 
 if __name__ == "__main__":

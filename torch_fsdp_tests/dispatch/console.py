@@ -107,7 +107,7 @@ class Console:
                 self._file_done(file, stage.is_new)
             case stages.Said(words):
                 self.say(words)
-            case stages.Ended(results, lines):
+            case stages.RunEnded(results, lines):
                 self._end(results, lines)
 
     def _learn(self, facts: Mapping[str, Any]) -> None:

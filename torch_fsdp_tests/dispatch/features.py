@@ -17,7 +17,7 @@ from torch_fsdp_tests.verdict import COUNTED, skip_rows, tally
 DECLARED = Path(__file__).parent / "data" / "features.txt"
 
 
-class Feature(NamedTuple):
+class FsdpFeature(NamedTuple):
     """A feature, the group of features that it belongs to in tables, a sentence about it, and a short name.
 
     Only a feature that users can leave out has a short name, with which the defects of PyTorch are declared.
@@ -29,13 +29,13 @@ class Feature(NamedTuple):
     short: str = ""
 
 
-def _features() -> Iterator[Feature]:
+def _features() -> Iterator[FsdpFeature]:
     group = ""
     for line in DECLARED.read_text(encoding="utf-8").partition("\n\n")[0].splitlines():
         name, _, about = line.strip().partition(" = ")
         if about:
             name, _, short = name.removesuffix("]").partition(" [")
-            yield Feature(name, group, about, short)
+            yield FsdpFeature(name, group, about, short)
         else:
             group = name.removesuffix(":")
 
@@ -65,7 +65,7 @@ def names_of(file: str, test: str) -> Iterator[str]:
     yield from (f"{file}::{cls[:end]}" for end in range(1, len(cls) + 1) if end == len(cls) or cls[end:].isupper())
 
 
-def features_of(file: str, test: str) -> list[Feature]:
+def features_of(file: str, test: str) -> list[FsdpFeature]:
     """The features of a test. Empty for a test that is not declared."""
     declared_names = {feature for name in names_of(file, test) for feature in declared().get(name, ())}
     return [feature for feature in FEATURES if feature.name in declared_names]
@@ -73,7 +73,7 @@ def features_of(file: str, test: str) -> list[Feature]:
 
 def summary(files: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A row for each feature that has tests among the files of a ``report.json``."""
-    tests: dict[Feature, list[Mapping[str, Any]]] = {feature: [] for feature in FEATURES}
+    tests: dict[FsdpFeature, list[Mapping[str, Any]]] = {feature: [] for feature in FEATURES}
     for file in files:
         for test in file["tests"]:
             for feature in features_of(file["file"], test["test"]):
@@ -81,7 +81,7 @@ def summary(files: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [_row(feature, its) for feature, its in tests.items() if its]
 
 
-def _row(feature: Feature, tests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _row(feature: FsdpFeature, tests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     counts = tally(test["outcome"] for test in tests)
     return {
         "name": feature.name,

@@ -47,7 +47,7 @@ class TestProcess:
         self._started: set[str] = set()
         self._notes: dict[str | None, list[str]] = {}
         self._test_facts: dict[str | None, dict[str, Any]] = {}
-        self._broken: stream.Broken | None = None
+        self._broken: stream.FileBroken | None = None
         self.ranks: set[int] = set()  # ranks of a launch that its tests have needed so far
         self._over = False
         self._stop: ProcessEnd | None = None
@@ -90,7 +90,7 @@ class TestProcess:
             case stream.Announced():
                 self._announced += message
                 self._over = False
-            case stream.Started(test):
+            case stream.TestStarted(test):
                 self._started.add(test)
                 self.running, self._running_since = test, time.monotonic()
             case TestResult():
@@ -100,9 +100,9 @@ class TestProcess:
             case stream.Facts(test, facts):
                 about = self.facts if test is None else self._test_facts.setdefault(test, {})
                 about.update(facts)
-            case stream.Broken():
+            case stream.FileBroken():
                 self._broken = message
-            case stream.Over():
+            case stream.EventsOver():
                 self._over = True
             case stream.NeedsRanks(ranks):
                 self.ranks |= set(ranks)

@@ -269,7 +269,7 @@ def _run(run: RunTests, others: OtherRanks, planned: RunPlan, children: Children
     if run.output.list_tests:
         return _print_tests(results)
     lines, written = records.write(results, planned, runner.run_with)
-    tell(stages.Ended(results, lines))
+    tell(stages.RunEnded(results, lines))
     results.signal = results.signal or next(iter(children.signals), None)
     return results.exit_code() or written
 

@@ -120,7 +120,7 @@ def _shuffled(name: str, seed: int) -> tuple[bytes, bytes]:
     return next(digests), next(digests)
 
 
-class Run:
+class FileRun:
     """Applies the orders to each suite that the file passes to a runner."""
 
     def __init__(self, orders: Orders) -> None:
@@ -201,9 +201,9 @@ def _is_declared_slow(test: unittest.TestCase) -> bool:
     return getattr(getattr(test, test._testMethodName, None), "slow_test", False)
 
 
-def install(orders: Orders) -> Run:
+def install(orders: Orders) -> FileRun:
     """Make every runner of this process obey the orders and report. Works with any result class of the file."""
-    run = Run(orders)
+    run = FileRun(orders)
     returned.check_calls()
     if settings.is_on(settings.STRICT_LEAKS_VARIABLE, os.environ):
         from torch_fsdp_tests import process_state  # imports torch, which not every file needs
@@ -259,7 +259,7 @@ def main(argv: Sequence[str]) -> None:
     except SystemExit as left:
         if not run.happened and system.exit_status(left) == 0:
             words = "the file ended before its tests with exit status 0, as if they had passed: to skip them, raise "
-            stream.send(stream.Broken(f"{words}unittest.SkipTest"))
+            stream.send(stream.FileBroken(f"{words}unittest.SkipTest"))
         raise
     except BaseException as error:
         if events.skips_file(error) and not run.happened:
@@ -269,7 +269,7 @@ def main(argv: Sequence[str]) -> None:
         if isinstance(error, SyntaxError) and trace is error.__traceback__:
             trace = None  # all its frames belong to the machinery that read the file
         text = "".join(traceback.format_exception(type(error), error, trace))
-        stream.send(stream.Broken(in_one_line(error), text))
+        stream.send(stream.FileBroken(in_one_line(error), text))
         system.flush_outputs()
         print(text, end="", file=sys.stderr, flush=True)
         if isinstance(error, KeyboardInterrupt):
@@ -279,7 +279,7 @@ def main(argv: Sequence[str]) -> None:
         words = "the file ended without running its tests: end it with `if __name__ == '__main__': run_tests()`, which "
         words += "torch_fsdp_tests.common_utils has, or with unittest.main(); `python -m pytest` runs functions of "
         words += "pytest"
-        stream.send(stream.Broken(words))
+        stream.send(stream.FileBroken(words))
         sys.exit(f"{os.path.basename(file)}: {words}")
 
 

@@ -59,12 +59,12 @@ class Said:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ended:
+class RunEnded:
     """Everything has ended, and was written. These lines are printed with the results."""
 
     results: Results
     lines: Sequence[str]
 
 
-Stage = Began | Learned | FileIsSlow | Progress | FileEnded | Said | Ended
+Stage = Began | Learned | FileIsSlow | Progress | FileEnded | Said | RunEnded
 Tell = Callable[[Stage], None]

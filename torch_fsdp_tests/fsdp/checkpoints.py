@@ -123,7 +123,7 @@ LAYOUTS = {
 }
 
 
-class Run:
+class SavedRun:
     """A model in a layout, with Adam. It trains on its ranks' shares of the batches, is saved, and is loaded.
 
     All ranks of the default group must create it. Ranks outside of the layout then have no part of it (``takes_part``).
@@ -137,7 +137,7 @@ class Run:
             self.model = layout.apply(filled(model_class().to(rank_device()), seed=seed), self.mesh)
             self.optim = torch.optim.Adam(self.model.parameters(), lr=1e-2, **fused_on_host())
 
-    def train(self, steps: range) -> Run:
+    def train(self, steps: range) -> SavedRun:
         """Train for these steps. Their numbers determine the batches. Returns the run."""
         if self.takes_part:
             train_on_share(self.model, self.optim, steps, self.layout.batch_index, self.layout.batches)
@@ -192,7 +192,7 @@ class Run:
 
 
 def plain_run(steps: range, seed: int = 0, model_class: type[nn.Module] = UnevenLayers) -> dict[str, torch.Tensor]:
-    """The expected result of :meth:`Run.full` after these steps, from a plain model that each rank trains by itself."""
+    """The expected result of :meth:`SavedRun.full` after these steps, from a plain model that each rank trains."""
     model = filled(model_class().to(rank_device()), seed=seed)
     optim = torch.optim.Adam(model.parameters(), lr=1e-2, **fused_on_host())
     train_on_share(model, optim, steps)
@@ -235,17 +235,17 @@ class LayoutsMixin(DTensorTestBase):
         equal those of a plain run that was never interrupted.
         """
         path = os.path.join(self.temp_dir, f"{saved} to {loaded}")
-        source = Run(LAYOUTS[saved]).train(range(2))
+        source = SavedRun(LAYOUTS[saved]).train(range(2))
         expected = from_first_rank(source.full())
         self.assertEqual(expected, plain_run(range(2)))
         source.save(path, **kwargs)
-        run = Run(LAYOUTS[loaded], seed=1).train(range(9, 10))
+        run = SavedRun(LAYOUTS[loaded], seed=1).train(range(9, 10))
         self._check_all_differ(run, expected)
         run.load(path, **kwargs)
         if run.takes_part:
             self.assertEqual(run.full(), expected, rtol=0, atol=0)
             self.assertEqual(run.train(range(2, 4)).full(), plain_run(range(4)))
 
-    def _check_all_differ(self, run: Run, expected: dict[str, torch.Tensor]) -> None:
+    def _check_all_differ(self, run: SavedRun, expected: dict[str, torch.Tensor]) -> None:
         for name, value in run.full().items():
             self.assertNotEqual(value, expected[name], msg=name)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch_fsdp_tests.installed_torch import torch_facts
 
 
-class Call(NamedTuple):
+class RecordedCall(NamedTuple):
     """A call of a collective ("all_gather", "reduce_scatter" or "all_reduce"), with this rank's input."""
 
     name: str
@@ -29,7 +29,7 @@ class Call(NamedTuple):
         return self.numel * self.dtype.itemsize
 
 
-class Calls(list[Call]):
+class Calls(list[RecordedCall]):
     """A list of calls in order."""
 
     def counts(self) -> Counter[str]:
@@ -67,7 +67,7 @@ def recorded(*only: str) -> Iterator[Calls]:
         dtypes = {each.dtype for each in outputs} - {sent.dtype}
         if dtypes:
             raise AssertionError(f"{name} of {sent.dtype} into tensors of {dtypes}")
-        calls.append(Call(name, sent.dtype, sent.numel(), kwargs))
+        calls.append(RecordedCall(name, sent.dtype, sent.numel(), kwargs))
         return collective(*args, **kwargs)
 
     kept = {name: short for name, short in names.items() if not only or short in only}

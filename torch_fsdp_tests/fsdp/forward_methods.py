@@ -14,7 +14,7 @@ from torch_fsdp_tests.common_utils import manual_seed
 from torch_fsdp_tests.fsdp.training import FEW, Loop, TrainingMixin, backward, optimizers
 
 
-class Features(nn.Module):
+class VisionFeatures(nn.Module):
     """Computes in a method other than ``forward``, which raises."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class FeaturesModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.vit, self.projector = Features(), nn.Linear(4, 2)
+        self.vit, self.projector = VisionFeatures(), nn.Linear(4, 2)
 
     def forward(self, imgs: torch.Tensor) -> torch.Tensor:
         return self.projector(self.vit.features(imgs))

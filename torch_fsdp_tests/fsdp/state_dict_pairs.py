@@ -50,7 +50,7 @@ class Optimizers:
 
 
 @dataclasses.dataclass
-class Pair:
+class ModelPair:
     """A distributed model and a plain model, each with its optimizers."""
 
     ref_model: nn.Module
@@ -105,14 +105,14 @@ class StateDictTest(VerifyStateDictMixin, FSDPTest):
         *,
         width: int,
         data_rank: int | None = None,
-    ) -> Pair:
+    ) -> ModelPair:
         """The plain model, and a copy to which ``distribute`` was applied. By default each rank has its own data."""
         model = distribute(copy.deepcopy(plain))
         optims = [optimizers.of(params) for params in optimizers.split(model)]
         data_rank = self.rank if data_rank is None else data_rank
-        return Pair(plain, optimizers.of(plain.parameters()), model, optims, data_rank, width)
+        return ModelPair(plain, optimizers.of(plain.parameters()), model, optims, data_rank, width)
 
-    def _verify_pair(self, pair: Pair, msd: StateDict, osd: StateDict, **kwargs: Any) -> None:
+    def _verify_pair(self, pair: ModelPair, msd: StateDict, osd: StateDict, **kwargs: Any) -> None:
         """Compare both state dicts with those of the plain model; ``kwargs`` are those of :meth:`_verify_msd`."""
         self._verify_msd(pair.ref_model.state_dict(), msd, **kwargs)
         self._verify_osd(pair.ref_model, pair.ref_optim, pair.ref_optim.state_dict(), osd)
@@ -135,7 +135,7 @@ class StateDictOptionsTest(StateDictTest):
     def _layers(self, model: Any) -> Any:
         return shard_each((*model.children(), model), mesh=make_mesh(self.world_size))
 
-    def _small(self, seed: int = 0, optim_cls: type = torch.optim.Adam, trained: bool = True) -> Pair:
+    def _small(self, seed: int = 0, optim_cls: type = torch.optim.Adam, trained: bool = True) -> ModelPair:
         pair = self._pair(self._plain(seed), self._layers, Optimizers(optim_cls), width=4)
         if trained:
             pair.train(range(2))

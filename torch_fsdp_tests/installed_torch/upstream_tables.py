@@ -1,6 +1,6 @@
 """What becomes of each name of upstream's modules about ranks that this project does not define.
 
-``python -m torch_fsdp_tests.tools.upstream_names`` prints the names that have no place here. Does not import
+``python -m torch_fsdp_tests.tools.names_left`` prints the names that have no place here. Does not import
 torch.
 """
 

@@ -79,7 +79,7 @@ if __name__ == "__main__":
 """
 
 
-class Run:
+class TimedRun:
     """One run of a generated file: its wall time, and the stamps that its tests left."""
 
     def __init__(self, prefix: str, ranks: int, tests: int) -> None:
@@ -113,7 +113,7 @@ class Run:
         return stages
 
 
-def _further(run: Run) -> float:
+def _further(run: TimedRun) -> float:
     """Median seconds of a test after the first of its file."""
     return statistics.median(test["test"] for test in run.tests()[1:])
 
@@ -123,11 +123,11 @@ def measure(ranks: int, tests: int, pairs: int) -> dict[str, object]:
 
     Every other pair begins with the other one, so that a machine that grows slower favours neither.
     """
-    runs: dict[str, list[Run]] = {OURS: [], UPSTREAM: []}
+    runs: dict[str, list[TimedRun]] = {OURS: [], UPSTREAM: []}
     for pair in range(pairs):
         for prefix in (OURS, UPSTREAM) if pair % 2 == 0 else (UPSTREAM, OURS):
             print(f"{ranks} ranks, pair {pair + 1} of {pairs}: {prefix} ...", file=sys.stderr, flush=True)
-            runs[prefix].append(Run(prefix, ranks, tests))
+            runs[prefix].append(TimedRun(prefix, ranks, tests))
     ours, theirs = runs[OURS], runs[UPSTREAM]
     further = [_further(b) / _further(a) for a, b in zip(ours, theirs)]
     file = [b.seconds / a.seconds for a, b in zip(ours, theirs)]

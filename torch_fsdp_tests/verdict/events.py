@@ -62,7 +62,7 @@ def skips_file(error: BaseException) -> bool:
 def skip_file(reason: str) -> None:
     """Report that the file is skipped, for this reason."""
     _ended(FILE_ITSELF, Verdict(State.SKIPPED, reason), scope=Scope.FILE)
-    stream.send(stream.Over())
+    stream.send(stream.EventsOver())
 
 
 def note(text: str) -> None:
@@ -181,7 +181,7 @@ class Reporting(unittest.TestResult):
         self._subtests_skipped: dict[str, int] = {}  # how many, by reason
         self._entries = {*type(self).entries()}
         self._began = time.perf_counter()
-        stream.send(stream.Started(_now.running))
+        stream.send(stream.TestStarted(_now.running))
         enter(test.id())
 
     def stopTest(self, test: unittest.TestCase) -> None:
@@ -283,7 +283,7 @@ class Reporting(unittest.TestResult):
 
     def stopTestRun(self) -> None:
         super().stopTestRun()
-        stream.send(stream.Over())
+        stream.send(stream.EventsOver())
 
 
 class EventResult(Reporting, unittest.TextTestResult):

@@ -35,7 +35,7 @@ class Announced:
 
 
 @dataclasses.dataclass(frozen=True)
-class Started:
+class TestStarted:
     test: str
 
 
@@ -63,7 +63,7 @@ class NeedsRanks:
 
 
 @dataclasses.dataclass(frozen=True)
-class Broken:
+class FileBroken:
     """The file itself failed."""
 
     reason: str
@@ -71,11 +71,11 @@ class Broken:
 
 
 @dataclasses.dataclass(frozen=True)
-class Over:
+class EventsOver:
     """A test runner of the file ended."""
 
 
-Message = Announced | Started | TestResult | Note | Facts | NeedsRanks | Broken | Over
+Message = Announced | TestStarted | TestResult | Note | Facts | NeedsRanks | FileBroken | EventsOver
 
 # --- the test file's end ----------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
-from torch_fsdp_tests.fsdp.checkpoints import LAYOUTS, HostBackendMixin, Run, plain_run
+from torch_fsdp_tests.fsdp.checkpoints import LAYOUTS, HostBackendMixin, SavedRun, plain_run
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.launches import LaunchesTestCase
 from torch_fsdp_tests.fsdp.references import of_all_ranks
@@ -88,7 +88,7 @@ class FaultTest(HostBackendMixin, DTensorTestBase):
     def _path(self, name: str) -> str:
         return os.path.join(self.temp_dir, name)
 
-    def _save(self, run: Run, path: str, asynchronously: bool = False, **kwargs: Any) -> None:
+    def _save(self, run: SavedRun, path: str, asynchronously: bool = False, **kwargs: Any) -> None:
         """Save the run, and wait until the save is complete or has failed."""
         if asynchronously:
             # A separate group is needed: otherwise collectives of the thread and the training would be in any order.
@@ -98,20 +98,20 @@ class FaultTest(HostBackendMixin, DTensorTestBase):
         else:
             run.save(path, **kwargs)
 
-    def _check_rejects(self, run: Run, path: str, *ranks: int) -> str:
+    def _check_rejects(self, run: SavedRun, path: str, *ranks: int) -> str:
         """On every rank, loading must raise an error that names at least these ranks. Returns the error message."""
         with self.assertRaises(CheckpointException) as caught:
             run.load(path)
         self.assertLessEqual(set(ranks), set(caught.exception.failures))
         return str(caught.exception)
 
-    def _check_recovers(self, run: Run, path: str) -> None:
+    def _check_recovers(self, run: SavedRun, path: str) -> None:
         """The checkpoint of two steps can be loaded, and the next two steps equal those of a plain training."""
         run.load(path)
         self.assertEqual(run.full(), plain_run(range(2)))
         self.assertEqual(run.train(range(2, 4)).full(), plain_run(range(4)))
 
-    def _check_rejected_or_right(self, run: Run, path: str, steps: range) -> None:
+    def _check_rejected_or_right(self, run: SavedRun, path: str, steps: range) -> None:
         """Loading must raise an error on every rank, or give the states after these steps."""
         try:
             run.load(path)
@@ -128,9 +128,9 @@ class FaultTest(HostBackendMixin, DTensorTestBase):
 class TestDamagedCheckpoint(FaultTest):
     world_size = 2
 
-    def _checkpoints(self, layout: str, name: object) -> tuple[Run, str, str]:
+    def _checkpoints(self, layout: str, name: object) -> tuple[SavedRun, str, str]:
         """A run of three steps, and its checkpoints: a good one of two steps, and one of three that will be damaged."""
-        run = Run(LAYOUTS[layout]).train(range(2))
+        run = SavedRun(LAYOUTS[layout]).train(range(2))
         good, bad = (self._path(f"{layout} {name} {kind}") for kind in ("good", "bad"))
         run.save(good)
         run.train(range(2, 3)).save(bad)
@@ -173,7 +173,7 @@ class TestDamagedCheckpoint(FaultTest):
             ("shapes", OtherShapes, "Size mismatch between saved .* and current: .* for model.net[12]"),
         ):
             other = self._path(f"{layout} {name}")
-            Run(LAYOUTS[layout], model_class=model_class).train(range(1)).save(other)
+            SavedRun(LAYOUTS[layout], model_class=model_class).train(range(1)).save(other)
             self._on_first_rank(functools.partial(shutil.copy, Path(other, METADATA), bad))
             self.assertRegex(self._check_rejects(run, bad, 0, 1), says)
         self.assertEqual(run.full(), before, rtol=0, atol=0)
@@ -254,7 +254,7 @@ class TestSaveThatFails(FaultTest):
     )
     def test_full_disk(self, layout, file, asynchronously):
         """The disk has no room for one of the files. All ranks get the reason, and nothing loadable is left."""
-        run = Run(LAYOUTS[layout]).train(range(2))
+        run = SavedRun(LAYOUTS[layout]).train(range(2))
         good, bad = (self._path(f"{layout} {file} {asynchronously} {kind}") for kind in ("good", "bad"))
         self._save(run, good, asynchronously)
         run.train(range(2, 3))
@@ -276,7 +276,7 @@ class TestSaveThatFails(FaultTest):
         The next checkpoint can be saved in the same directory.
         """
         path = self._path(layout)
-        run = Run(LAYOUTS[layout]).train(range(2))
+        run = SavedRun(LAYOUTS[layout]).train(range(2))
         run.save(path)
         with self.assertRaisesRegex(CheckpointException, "File too large") as caught:
             with at_most(2000) if self.rank == 1 else contextlib.nullcontext():
@@ -284,7 +284,7 @@ class TestSaveThatFails(FaultTest):
         self.assertEqual(set(caught.exception.failures), {1})
         self._check_rejects(run, path, 1)
         run.save(path)
-        other = Run(LAYOUTS[layout], seed=1)
+        other = SavedRun(LAYOUTS[layout], seed=1)
         other.load(path)
         self.assertEqual(other.train(range(3, 4)).full(), plain_run(range(4)))
 
@@ -308,7 +308,7 @@ class TestSaveThatFails(FaultTest):
     def test_rank_that_did_not_overwrite_its_file(self, layout):
         """One rank fails before it opens its file. The older checkpoint in the directory is unchanged or rejected."""
         path = self._path(layout)
-        run = Run(LAYOUTS[layout]).train(range(2))
+        run = SavedRun(LAYOUTS[layout]).train(range(2))
         run.save(path)
         writer = FileSystemWriter(path)
         if self.rank == 1:
@@ -326,7 +326,7 @@ class TestSaveThatFails(FaultTest):
     def test_full_disk_in_a_thread(self, layout):
         """If the disk is full for one of two writer threads of one rank, the save raises."""
         path = self._path(layout)
-        run = Run(LAYOUTS[layout]).train(range(2))
+        run = SavedRun(LAYOUTS[layout]).train(range(2))
         writer = FileSystemWriter(path, thread_count=2)
         if self.rank == 1:
             writer.fs.create_stream = FullForThreads(writer.fs.create_stream)
@@ -344,7 +344,7 @@ class TestSaveThatFails(FaultTest):
     def test_overwrite_is_refused(self, layout, asynchronously):
         """With ``overwrite=False`` a save into a directory with a checkpoint raises, and changes no byte."""
         path = self._path(f"{layout} {asynchronously}")
-        run = Run(LAYOUTS[layout]).train(range(2))
+        run = SavedRun(LAYOUTS[layout]).train(range(2))
         self._save(run, path, asynchronously)
         before = contents(path)
         run.train(range(2, 3))
@@ -369,7 +369,7 @@ class TestSaveThatFails(FaultTest):
                 Path(path, name).write_bytes(data)
 
         self._on_first_rank(put)
-        run = Run(LAYOUTS[layout]).train(range(2))
+        run = SavedRun(LAYOUTS[layout]).train(range(2))
         run.save(path, storage_writer=FileSystemWriter(path, overwrite=overwrite))
         run.train(range(2, 3))
         self.assertEqual({name: contents(path)[name] for name in others}, others)
@@ -384,7 +384,7 @@ class TestSaveThatFails(FaultTest):
         """If the path of the checkpoint is that of a file, all ranks raise, and the file is unchanged."""
         path = self._path(layout)
         self._on_first_rank(lambda: Path(path).write_bytes(b"mine"))
-        run = Run(LAYOUTS[layout]).train(range(2))
+        run = SavedRun(LAYOUTS[layout]).train(range(2))
         with self.assertRaises(CheckpointException) as caught:
             run.save(path)
         self.assertEqual(set(caught.exception.failures), {0, 1})
@@ -416,7 +416,7 @@ class TestSaveThatFails(FaultTest):
     @subtests(code=["EINVAL", "ENOTSUP"])
     def test_file_system_without_fsync(self, code):
         """A checkpoint can be saved to a file system that does not support ``fsync``."""
-        run, path = Run(LAYOUTS["FSDP2 on 2"]).train(range(2)), self._path(code)
+        run, path = SavedRun(LAYOUTS["FSDP2 on 2"]).train(range(2)), self._path(code)
         with torch_defect("dcp_unsupported_fsync_fails_the_save"), sync_that_raises(getattr(errno, code)):
             self._save(run, path)
             self._check_recovers(run, path)
@@ -426,7 +426,7 @@ class TestSaveThatFails(FaultTest):
     @with_temp_dir
     def test_disk_fails_when_it_is_synced(self):
         """If the disk fails to sync a file, the checkpoint is not reported as saved."""
-        run = Run(LAYOUTS["FSDP2 on 2"]).train(range(2))
+        run = SavedRun(LAYOUTS["FSDP2 on 2"]).train(range(2))
         with sync_that_raises(errno.EIO), self.assertRaisesRegex(CheckpointException, os.strerror(errno.EIO)) as caught:
             self._save(run, self._path("bad"))
         self.assertEqual(set(caught.exception.failures), {0, 1})
@@ -483,20 +483,20 @@ class TestKilledRank(LaunchesTestCase, FaultTest):
     @with_comms
     def _save_and_die(self) -> None:
         settings = self.settings
-        run = Run(LAYOUTS[settings["layout"]]).train(range(2))
+        run = SavedRun(LAYOUTS[settings["layout"]]).train(range(2))
         run.save(self._path("good"))
         writer = DyingWriter(self._path(settings["path"]), settings["moment"], self.rank == settings["victim"])
         self._save(run.train(range(2, 3)), str(writer.path), settings["asynchronously"], storage_writer=writer)
 
     @with_comms
     def _resume(self) -> None:
-        run = Run(LAYOUTS[self.settings["layout"]], seed=1).train(range(9, 10))
+        run = SavedRun(LAYOUTS[self.settings["layout"]], seed=1).train(range(9, 10))
         self._check_rejects(run, self._path("bad"), 0, 1)
         self._check_recovers(run, self._path("good"))
 
     @with_comms
     def _resume_overwritten(self) -> None:
-        run = Run(LAYOUTS[self.settings["layout"]], seed=1).train(range(9, 10))
+        run = SavedRun(LAYOUTS[self.settings["layout"]], seed=1).train(range(9, 10))
         with torch_defect("dcp_interrupted_overwrite_mixes_checkpoints"):
             self._check_rejected_or_right(run, self._path("good"), range(2))
 

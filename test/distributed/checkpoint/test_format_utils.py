@@ -27,7 +27,7 @@ from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
-from torch_fsdp_tests.fsdp.checkpoints import LAYOUTS, Run, from_first_rank, plain_run
+from torch_fsdp_tests.fsdp.checkpoints import LAYOUTS, SavedRun, from_first_rank, plain_run
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import full_parameters, of_all_ranks
 from torch_fsdp_tests.fsdp.seeded import filled
@@ -152,7 +152,7 @@ class TestFormatUtils(DTensorTestBase):
         can load the new checkpoint, and training continues.
         """
         file, saved, again = (os.path.join(self.temp_dir, f"{layout} {name}") for name in ("file", "saved", "again"))
-        run = Run(LAYOUTS[layout]).train(range(2))
+        run = SavedRun(LAYOUTS[layout]).train(range(2))
         run.save(saved)
         expected = run.full()
         if self.rank == 0:
@@ -165,7 +165,7 @@ class TestFormatUtils(DTensorTestBase):
             torch_save_to_dcp(file, again)
         dist.barrier()
         for other in ("FSDP2 on 2", "FSDP1 on 4"):
-            run = Run(LAYOUTS[other], seed=1).train(range(9, 10))
+            run = SavedRun(LAYOUTS[other], seed=1).train(range(9, 10))
             run.load(again)
             if run.takes_part:
                 self.assertEqual(run.full(), expected, rtol=0, atol=0)
@@ -176,14 +176,14 @@ class TestFormatUtils(DTensorTestBase):
     @with_temp_dir
     def test_torch_save_of_plain_model(self):
         """FSDP2 continues a plain training after its file is converted to a checkpoint."""
-        plain = Run(LAYOUTS["plain"]).train(range(2))
+        plain = SavedRun(LAYOUTS["plain"]).train(range(2))
         file, path = os.path.join(self.temp_dir, "file"), os.path.join(self.temp_dir, "checkpoint")
         expected = from_first_rank(plain.full())
         if self.rank == 0:
             torch.save(plain.state_dict(), file)
             torch_save_to_dcp(file, path)
         dist.barrier()
-        run = Run(LAYOUTS["FSDP2 on 4"], seed=1).train(range(9, 10))
+        run = SavedRun(LAYOUTS["FSDP2 on 4"], seed=1).train(range(9, 10))
         run.load(path)
         self.assertEqual(run.full(), expected, rtol=0, atol=0)
         self.assertEqual(run.train(range(2, 4)).full(), plain_run(range(4)))

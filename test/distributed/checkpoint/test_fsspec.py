@@ -16,7 +16,7 @@ from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
-from torch_fsdp_tests.fsdp.checkpoints import LAYOUTS, Run, plain_run
+from torch_fsdp_tests.fsdp.checkpoints import LAYOUTS, SavedRun, plain_run
 from torch_fsdp_tests.fsdp.references import full_parameters
 from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.sharded_states import FourLayers, moments, sharded_state_dicts, train_on_share
@@ -72,8 +72,8 @@ class TestFSSpec(DTensorTestBase):
     @with_temp_dir
     def test_fully_shard(self):
         """FSDP2 with uneven shards saves to and loads from a URL (``file://``). Training continues."""
-        Run(LAYOUTS["FSDP2 on 2"]).train(range(2)).save(f"file://{self.temp_dir}/checkpoint")
-        run = Run(LAYOUTS["FSDP2 on 2"], seed=1).train(range(9, 10))
+        SavedRun(LAYOUTS["FSDP2 on 2"]).train(range(2)).save(f"file://{self.temp_dir}/checkpoint")
+        run = SavedRun(LAYOUTS["FSDP2 on 2"], seed=1).train(range(9, 10))
         run.load(f"file://{self.temp_dir}/checkpoint")
         self.assertEqual(run.full(), plain_run(range(2)))
         self.assertEqual(run.train(range(2, 4)).full(), plain_run(range(4)))
@@ -84,7 +84,7 @@ class TestFSSpec(DTensorTestBase):
     @with_temp_dir
     def test_overwrite_refused(self):
         """A writer with ``overwrite=False`` raises if there is a checkpoint, which stays unchanged and loadable."""
-        run = Run(LAYOUTS["FSDP2 on 2"]).train(range(2))
+        run = SavedRun(LAYOUTS["FSDP2 on 2"]).train(range(2))
         run.save(self.temp_dir, storage_writer=storage.FsspecWriter(self.temp_dir))
         expected = run.full()
         run.train(range(2, 3))
@@ -100,7 +100,10 @@ class TestFSSpec(DTensorTestBase):
 
         This shows that a load reads files that other ranks wrote.
         """
-        source, run = Run(LAYOUTS["FSDP2 on 2"]).train(range(1)), Run(LAYOUTS["FSDP2 on 2"], seed=1)
+        source, run = (
+            SavedRun(LAYOUTS["FSDP2 on 2"]).train(range(1)),
+            SavedRun(LAYOUTS["FSDP2 on 2"], seed=1),
+        )
         source.save("memory://checkpoint")
         with self.assertRaises(CheckpointException) as caught:
             run.load("memory://checkpoint")

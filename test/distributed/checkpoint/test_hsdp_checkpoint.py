@@ -19,7 +19,7 @@ from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
-from torch_fsdp_tests.fsdp.checkpoints import LAYOUTS, LayoutsMixin, Run, plain_run
+from torch_fsdp_tests.fsdp.checkpoints import LAYOUTS, LayoutsMixin, SavedRun, plain_run
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import of_all_ranks
 from torch_fsdp_tests.fsdp.seeded import filled
@@ -141,7 +141,7 @@ class TestHSDPCheckpoint(LayoutsMixin, DTensorTestBase):
     def test_each_element_is_stored_once(self, layout):
         """Each local shard is written by only one replica, so the chunks of a tensor add up to its size."""
         path = os.path.join(self.temp_dir, layout)
-        Run(LAYOUTS[layout]).train(range(1)).save(path)
+        SavedRun(LAYOUTS[layout]).train(range(1)).save(path)
         stored = FileSystemReader(path).read_metadata().state_dict_metadata
         tensors = {name: value for name, value in stored.items() if hasattr(value, "chunks") and value.size}
         self.assertEqual(len(tensors), 4 + 8)
@@ -159,7 +159,7 @@ class TestHSDPCheckpoint(LayoutsMixin, DTensorTestBase):
         Each local shard is then that of one of the replicas.
         """
         path = os.path.join(self.temp_dir, layout)
-        run = Run(LAYOUTS[layout])
+        run = SavedRun(LAYOUTS[layout])
         state = run.state_dict()["model"]
         for value in state.values():
             value.to_local().fill_(1 + run.mesh.get_local_rank("replicate"))
@@ -180,8 +180,8 @@ class TestHSDPCheckpoint(LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     def test_replicas_agree_after_loading(self):
         """After a load and one step, the local shards of FSDP2's replicas are bitwise equal."""
-        Run(LAYOUTS["FSDP2 on 4"]).train(range(2)).save(self.temp_dir)
-        run = Run(LAYOUTS["FSDP2 on 2x2"], seed=1).train(range(5, 6))
+        SavedRun(LAYOUTS["FSDP2 on 4"]).train(range(2)).save(self.temp_dir)
+        run = SavedRun(LAYOUTS["FSDP2 on 2x2"], seed=1).train(range(5, 6))
         run.load(self.temp_dir)
         run.train(range(2, 3))
         for name, param in run.model.named_parameters():

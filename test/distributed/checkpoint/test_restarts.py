@@ -9,7 +9,7 @@ import torch
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.distributed._tensor.common_dtensor import with_comms
-from torch_fsdp_tests.fsdp.checkpoints import LAYOUTS, LayoutsMixin, Run, from_first_rank, plain_run
+from torch_fsdp_tests.fsdp.checkpoints import LAYOUTS, LayoutsMixin, SavedRun, from_first_rank, plain_run
 from torch_fsdp_tests.fsdp.launches import LaunchesTestCase
 
 STEPS = 2  # steps of each launch
@@ -26,7 +26,7 @@ class TestRestarts(LayoutsMixin, LaunchesTestCase):
     def _train(self) -> None:
         index, layout = self.settings["index"], self.settings["layout"]
         known = os.path.join(self.temp_dir, "known.pt")
-        run = Run(LAYOUTS[layout], seed=min(index, 1))
+        run = SavedRun(LAYOUTS[layout], seed=min(index, 1))
         if index:
             run.train(range(100, 101))
             expected = torch.load(known)

@@ -22,7 +22,7 @@ from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
-from torch_fsdp_tests.fsdp.checkpoints import LAYOUTS, Run
+from torch_fsdp_tests.fsdp.checkpoints import LAYOUTS, SavedRun
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import full, full_parameters
 from torch_fsdp_tests.fsdp.seeded import filled
@@ -191,7 +191,7 @@ class TestSaveAndLoadAPI(DTensorTestBase):
         The shards keep their memory.
         """
         path = os.path.join(self.temp_dir, layout)
-        source, run = Run(LAYOUTS[layout]), Run(LAYOUTS[layout], seed=1)
+        source, run = SavedRun(LAYOUTS[layout]), SavedRun(LAYOUTS[layout], seed=1)
         dcp.save({"model": source.model.state_dict()}, checkpoint_id=path)
         pointers = [param.to_local().data_ptr() for param in run.model.parameters()]
         dcp.load({"model": run.model.state_dict()}, checkpoint_id=path)

@@ -46,7 +46,7 @@ from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import average
 from torch_fsdp_tests.fsdp.seeded import uniform
-from torch_fsdp_tests.fsdp.state_dict_pairs import Optimizers, Pair, StateDictTest
+from torch_fsdp_tests.fsdp.state_dict_pairs import ModelPair, Optimizers, StateDictTest
 from torch_fsdp_tests.fsdp.training import shard_each, train
 
 DIM = 7  # odd, so that two ranks have unequal shards
@@ -64,7 +64,7 @@ def checkpointed(model: nn.Module) -> nn.Module:
 
 
 class TestStateDict(StateDictTest):
-    def _composite(self, seed: int, distribute: Callable[[Any], Any], optim_cls: type, **kwargs: Any) -> Pair:
+    def _composite(self, seed: int, distribute: Callable[[Any], Any], optim_cls: type, **kwargs: Any) -> ModelPair:
         """A pair of upstream's model; ``kwargs`` are those of :class:`Optimizers`."""
         manual_seed(seed)
         return self._pair(CompositeParamModel(self.device, DIM), distribute, Optimizers(optim_cls, **kwargs), width=DIM)
@@ -78,7 +78,7 @@ class TestStateDict(StateDictTest):
 
     def _test_save_load(
         self,
-        init: Callable[[int], Pair],
+        init: Callable[[int], ModelPair],
         flatten_optimizer: bool = False,
         load_shows: torch_defect = NO_DEFECT,
     ) -> None:
@@ -106,7 +106,7 @@ class TestStateDict(StateDictTest):
             other.train(range(2, 4))
             self._verify_pair(other, *other.states(options))
 
-    def _test_save_load_of_model(self, init: Callable[[int], Pair]) -> Pair:
+    def _test_save_load_of_model(self, init: Callable[[int], ModelPair]) -> ModelPair:
         """Save and load the model state only. Returns the trained pair."""
         pair, other = init(0), init(1)
         pair.train(range(2))
@@ -180,7 +180,7 @@ class TestStateDict(StateDictTest):
             model.attn = torch.compile(model.attn, backend=BACKEND)
             return self._fsdp1(model) if fsdp == 1 else fully_shard(model)
 
-        def init(seed: int) -> Pair:
+        def init(seed: int) -> ModelPair:
             manual_seed(seed)
             plain = nn.Sequential()
             for name in ("attn", other):
@@ -210,7 +210,7 @@ class TestStateDict(StateDictTest):
     def test_fsdp_ddp(self, optimizer_class):
         """One layer is wrapped with DDP, and the rest with FSDP1. Optimizer states keep DDP's prefix for this layer."""
 
-        def init(seed: int) -> Pair:
+        def init(seed: int) -> ModelPair:
             return self._composite(seed, self._with_ddp, optimizer_class)
 
         def without_ddp(name: str) -> str:
@@ -264,7 +264,7 @@ class TestStateDict(StateDictTest):
         def distribute(model: Any) -> Any:
             return self._fsdp1(model) if fsdp == 1 else self._fsdp2(model)
 
-        def init(seed: int) -> Pair:
+        def init(seed: int) -> ModelPair:
             manual_seed(seed)
             plain = CompositeParamModel(self.device, DIM)
             for unit in (plain.u1, plain.u2):
@@ -283,7 +283,7 @@ class TestStateDict(StateDictTest):
         self.assertEqual(sorted(actual.missing_keys), sorted(set(pair.ref_model.state_dict()) - set(expected)))
         self._verify_msd({**other.ref_model.state_dict(), **expected}, get_model_state_dict(other.model))
 
-    def _trained_on_mesh(self, fsdp: int, optimizer_class: type) -> Pair:
+    def _trained_on_mesh(self, fsdp: int, optimizer_class: type) -> ModelPair:
         mesh = make_mesh(self.world_size)
 
         def distribute(model: Any) -> Any:
@@ -357,7 +357,7 @@ class TestStateDict(StateDictTest):
         def distribute(model: Any) -> Any:
             return self._fsdp1(checkpointed(model), use_orig_params=use_orig_params)
 
-        def init(seed: int) -> Pair:
+        def init(seed: int) -> ModelPair:
             return self._composite(seed, distribute, torch.optim.AdamW)
 
         self._test_save_load(init, load_shows=torch_defect("dsd_checkpointed_optim_state_is_refused"))
@@ -439,7 +439,7 @@ class TestStateDict(StateDictTest):
         set_optimizer_state_dict(loading.model, loading.optims, osd)
         self._check_loaded(saving, loading)
 
-    def _with_new_setting(self, options: StateDictOptions) -> tuple[Pair, Pair, Any]:
+    def _with_new_setting(self, options: StateDictOptions) -> tuple[ModelPair, ModelPair, Any]:
         """Two pairs with different states, and the state dict of the first optimizer. It has ``initial_lr``, which the
         second optimizer lacks.
         """
@@ -451,7 +451,7 @@ class TestStateDict(StateDictTest):
         self.assertNotIn("initial_lr", loading.optims[0].param_groups[0])
         return saving, loading, osd
 
-    def _check_loaded(self, saving: Pair, loading: Pair) -> None:
+    def _check_loaded(self, saving: ModelPair, loading: ModelPair) -> None:
         (group,) = loading.optims[0].param_groups
         self.assertEqual((group["initial_lr"], group["lr"]), (0.02, 0.01))
         self._compare_states(
@@ -467,7 +467,7 @@ class TestStateDict(StateDictTest):
         def distribute(model: Any) -> Any:
             return self._fsdp2(model) if fsdp == "FSDP2" else self._fsdp1(model, use_orig_params=fsdp[0] == "o")
 
-        def init(seed: int) -> Pair:
+        def init(seed: int) -> ModelPair:
             return self._composite(seed, distribute, torch.optim.AdamW)
 
         self._test_save_load(init, flatten_optimizer=True)
@@ -504,7 +504,7 @@ class TestStateDict(StateDictTest):
             mesh = make_mesh(self.world_size)
             return FSDP(model, device_mesh=mesh) if fsdp == 1 else fully_shard(model, mesh=mesh)
 
-        def init(seed: int) -> Pair:
+        def init(seed: int) -> ModelPair:
             manual_seed(seed)
             plain = TiedModel(self.device)
             return self._pair(plain, distribute, Optimizers(torch.optim.AdamW), width=DIM)
@@ -612,14 +612,14 @@ class TestStateDict(StateDictTest):
             parts = parts if groups == "two" else [parts[0] + parts[1], []]
             return [{"params": part, "lr": lr} for part, lr in zip(parts, lrs, strict=True)]
 
-        def init(seed: int, lrs: tuple[float, float]) -> Pair:
+        def init(seed: int, lrs: tuple[float, float]) -> ModelPair:
             manual_seed(seed)
             plain = nn.Sequential(nn.Linear(4, 8, device=self.device), nn.Linear(8, 4, device=self.device))
             data_rank = {"TP": 0, "FSDP2": self.rank}.get(layout, mesh.get_local_rank("dp"))
             model = distribute(copy.deepcopy(plain))
             optims = (torch.optim.AdamW(groups_of(each, lrs), eps=1e-3) for each in (plain, model))
             ref_optim, optim = optims
-            return Pair(plain, ref_optim, model, [optim], data_rank, width=4)
+            return ModelPair(plain, ref_optim, model, [optim], data_rank, width=4)
 
         mesh = make_mesh(2, 2, names=("dp", "tp"))
         pair, other = init(0, (0.1, 0.02)), init(1, (0.5, 0.5))

@@ -48,7 +48,7 @@ from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import of_all_ranks
 from torch_fsdp_tests.fsdp.seeded import uniform
-from torch_fsdp_tests.fsdp.state_dict_pairs import Optimizers, Pair, StateDictOptionsTest, optimizer
+from torch_fsdp_tests.fsdp.state_dict_pairs import ModelPair, Optimizers, StateDictOptionsTest, optimizer
 from torch_fsdp_tests.fsdp.training import shard_each, train
 from torch_fsdp_tests.installed_torch import torch_facts, torch_names
 
@@ -873,7 +873,7 @@ class TestStateDictOptions(StateDictOptionsTest):
         scheduler, and uneven shards.
         """
 
-        def init(seed: int) -> tuple[Pair, Any]:
+        def init(seed: int) -> tuple[ModelPair, Any]:
             manual_seed(seed)
             plain = nn.Sequential(nn.Linear(7, 7, device=self.device), nn.Linear(7, 7, device=self.device))
             pair = self._pair(plain, self._layers, width=7)
@@ -881,7 +881,7 @@ class TestStateDictOptions(StateDictOptionsTest):
             pair.optims = [torch.optim.Adam(groups)]
             return pair, torch.optim.lr_scheduler.ExponentialLR(pair.optims[0], 0.5)
 
-        def train_on(pair: Pair, scheduler: Any, steps: range) -> None:
+        def train_on(pair: ModelPair, scheduler: Any, steps: range) -> None:
             for step in steps:
                 pair.train(range(step, step + 1))
                 scheduler.step()

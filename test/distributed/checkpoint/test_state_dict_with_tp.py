@@ -23,7 +23,7 @@ from torch_fsdp_tests.defects import NO_DEFECT, torch_defect
 from torch_fsdp_tests.distributed.common_state_dict import EXACT, copied, is_sharded
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
-from torch_fsdp_tests.fsdp.state_dict_pairs import Pair, StateDictOptionsTest
+from torch_fsdp_tests.fsdp.state_dict_pairs import ModelPair, StateDictOptionsTest
 from torch_fsdp_tests.fsdp.training import shard_each
 from torch_fsdp_tests.installed_torch import torch_facts
 
@@ -75,7 +75,7 @@ class TestStateDictOptions(StateDictOptionsTest):
             actual = get_optimizer_state_dict(pair.model, pair.optims)
             self._verify_osd(source.ref_model, source.ref_optim, source.ref_optim.state_dict(), actual, **EXACT)
 
-    def _with_tp(self, rows: int, fsdp: int, seed: int = 0) -> Pair:
+    def _with_tp(self, rows: int, fsdp: int, seed: int = 0) -> ModelPair:
         """A trained pair on a mesh of two dimensions: tensor parallelism shards ``rows``, and FSDP each half."""
         mesh = make_mesh(2, 2, names=("dp", "tp"))
 

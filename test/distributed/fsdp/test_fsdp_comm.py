@@ -33,7 +33,7 @@ from torch_fsdp_tests.common_fsdp.training import check_losses
 from torch_fsdp_tests.common_utils import parametrize, run_tests
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
-from torch_fsdp_tests.fsdp.collectives import Call, recorded
+from torch_fsdp_tests.fsdp.collectives import RecordedCall, recorded
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import full_parameters, room_in
 from torch_fsdp_tests.installed_torch import torch_facts
@@ -50,7 +50,7 @@ class PassType(enum.Enum):
 class Traffic:
     """The bytes that a rank put into its collectives, in the order of the calls."""
 
-    def __init__(self, calls: list[Call]) -> None:
+    def __init__(self, calls: list[RecordedCall]) -> None:
         gathers = [call for call in calls if call.name == "all_gather"]
         self.all_gathers = [call.nbytes for call in gathers if call.dtype.is_floating_point]
         self.reduce_scatters = [call.nbytes for call in calls if call.name == "reduce_scatter"]

@@ -18,7 +18,7 @@ from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest, debug_level
 from torch_fsdp_tests.common_utils import parametrize, run_tests
 from torch_fsdp_tests.fsdp import internals
-from torch_fsdp_tests.fsdp.collectives import Call, recorded
+from torch_fsdp_tests.fsdp.collectives import RecordedCall, recorded
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.installed_torch import torch_names
 
@@ -203,7 +203,7 @@ class TestFSDPExecOrder(FSDPTest):
         self.assertEqual(actual, [], may_be="empty")
 
 
-def _validations(gathers: list[Call]) -> int:
+def _validations(gathers: list[RecordedCall]) -> int:
     """The number of all-gathers of integers, which compare the ranks' order."""
     return sum(not call.dtype.is_floating_point for call in gathers)
 

@@ -20,7 +20,7 @@ from torch_fsdp_tests.dispatch.runtests import Execution, RunTests, Selection
 from torch_fsdp_tests.extensions.html import html_report
 from torch_fsdp_tests.extensions.rounds import feature
 from torch_fsdp_tests.extensions.rounds.feature import Rounds
-from torch_fsdp_tests.extensions.rounds.folding import MAX_KEPT, MAX_SECONDS, Times
+from torch_fsdp_tests.extensions.rounds.folding import MAX_KEPT, MAX_SECONDS, RoundTimes
 from torch_fsdp_tests.verdict import RankResult, State, TestResult
 
 
@@ -122,12 +122,12 @@ class TestFold(unittest.TestCase):
         self.assertIn("rounds 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, ...", record.summary())
 
     def test_times_are_kept_at_equal_distances(self):
-        times = Times()
+        times = RoundTimes()
         for number in range(1000):
             times.add(float(number))
         self.assertEqual(times.values, [16.0 * index for index in range(63)])
         self.assertEqual(times.to_json(), {"least": 0.0, "low": 248.0, "median": 496.0, "high": 744.0, "most": 992.0})
-        self.assertEqual(Times().to_json(), {})
+        self.assertEqual(RoundTimes().to_json(), {})
 
     def test_when_no_other_round_begins(self):
         states = (State.PASSED, State.FAILED, State.SKIPPED)

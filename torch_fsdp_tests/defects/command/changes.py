@@ -10,7 +10,7 @@ from torch_fsdp_tests.installed_torch import torch_facts
 from torch_fsdp_tests.installed_torch.version_ranges import dotted, version_fits
 
 
-class Changes(NamedTuple):
+class Between(NamedTuple):
     """The defects of only one of two versions, and sentences about FSDP and what it depends on.
 
     ``introduced`` are those of features that both versions have, and ``in_new_features`` the others.
@@ -29,7 +29,7 @@ class Changes(NamedTuple):
         return {title: each for title, each in titles.items() if each}
 
 
-def between(older: str, newer: str) -> Changes:
+def between(older: str, newer: str) -> Between:
     """What changed between two of ``registry.versions()``. Raises :class:`InvalidQuery` for others."""
     known = registry.versions()
     for version in (older, newer):
@@ -44,7 +44,7 @@ def between(older: str, newer: str) -> Changes:
         if not fact.fixes and dotted(fact.since) in known[known.index(older) + 1 : known.index(newer) + 1]
     ]
     only_newer = [defect for defect in defects if defect.is_in(newer) and not defect.is_in(older)]
-    return Changes(
+    return Between(
         [defect for defect in defects if defect.is_in(older) and not defect.is_in(newer)],
         [defect for defect in only_newer if version_fits(older, f">={defect.since}")],
         [defect for defect in only_newer if not version_fits(older, f">={defect.since}")],

@@ -41,7 +41,7 @@ _WITH_REASON = ("newly skipped", "newly not run", "newly a known failure")
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference:
+class ReportDifference:
     """A test that changed. One of the two results is missing if the test is new or gone."""
 
     kind: str
@@ -78,14 +78,14 @@ def files_gone(before: Report, after: Report) -> list[str]:
     return sorted({file["file"] for file in before["files"]} - {file["file"] for file in after["files"]})
 
 
-def differences(before: Report, after: Report) -> list[Difference]:
+def differences(before: Report, after: Report) -> list[ReportDifference]:
     """The tests that changed, the worst first. Tests of :func:`files_gone` are left out."""
     gone, general = set(files_gone(before, after)), pace(before, after)
     differing = []
     for (file, name), (was, now) in side_by_side(before, after).items():
         kind = _kind(was, now, general)
         if kind is not None and file not in gone:
-            differing.append(Difference(kind, file, name, was, now))
+            differing.append(ReportDifference(kind, file, name, was, now))
     return sorted(differing, key=lambda each: (KINDS.index(each.kind), each.file, each.name))
 
 

@@ -16,7 +16,7 @@ class Reach(Feature):
     """Selects tests by a map, records one, or completes one."""
 
     def __init__(self, run: Any, given: Mapping[str, Any]) -> None:
-        self._asked = reaching.Asked(
+        self._asked = reaching.ReachAsked(
             run,
             reaching=given.get("reaching", ()),
             changed=given.get("changed", False),

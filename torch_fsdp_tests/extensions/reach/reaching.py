@@ -22,7 +22,7 @@ from torch_fsdp_tests.extensions.reach import most_relevant, recording
 from torch_fsdp_tests.extensions.reach.changed_functions import Change, Changes, UnknownChange
 from torch_fsdp_tests.extensions.reach.reach_map import MalformedMap, Reached, ReachMap, by_file, declared_as
 from torch_fsdp_tests.extensions.reach.recording import Recorder
-from torch_fsdp_tests.extensions.reach.selecting import Selection, select
+from torch_fsdp_tests.extensions.reach.selecting import Selected, select
 from torch_fsdp_tests.installed_torch.version_ranges import numbers
 from torch_fsdp_tests.verdict import Scope, State, events, first_few, plural
 
@@ -34,7 +34,7 @@ SHIPPED = Path(recording.__file__).parent / "data"
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class ReachAsked:
     """What the options ask for."""
 
     run: RunTests
@@ -64,7 +64,7 @@ class Asked:
         return self.save_map.with_name(f"{self.save_map.name}.records")
 
 
-def narrow(asked: Asked, selection: Sequence[TestRun], device: str) -> Narrowed:
+def narrow(asked: ReachAsked, selection: Sequence[TestRun], device: str) -> Narrowed:
     """The tests of a selection that a change reaches, the most relevant first, and then those that are not in the map.
 
     Raises :class:`UnknownTest` if that cannot be determined.
@@ -108,7 +108,7 @@ def narrow(asked: Asked, selection: Sequence[TestRun], device: str) -> Narrowed:
     return Narrowed(tests + unmapped, remarks, verdict, bool(chosen.functions and not chosen.tests), in_order=True)
 
 
-def unknown(asked: Asked, selection: Sequence[TestRun], device: str) -> Narrowed:
+def unknown(asked: ReachAsked, selection: Sequence[TestRun], device: str) -> Narrowed:
     """The tests of a selection that are not in the map of a run, so that the run can complete the map.
 
     Raises :class:`UnknownTest` if it is a map of other sources or of another device.
@@ -133,7 +133,7 @@ def unknown(asked: Asked, selection: Sequence[TestRun], device: str) -> Narrowed
 
 
 @contextlib.contextmanager
-def _as_unknown_test(asked: Asked) -> Iterator[None]:
+def _as_unknown_test(asked: ReachAsked) -> Iterator[None]:
     """Raise what is wrong with the arguments as :class:`UnknownTest`."""
     try:
         yield
@@ -192,7 +192,7 @@ def _count(tests: Sequence[TestRun]) -> str:
 
 
 def _remarks(
-    found_changes: Sequence[Change], chosen: Selection, tests: Sequence[TestRun], known: ReachMap, version: str
+    found_changes: Sequence[Change], chosen: Selected, tests: Sequence[TestRun], known: ReachMap, version: str
 ) -> Iterable[str]:
     if not _is_of(known, version):
         yield f"the map was recorded with torch {known.torch}, but torch {version} is installed"
@@ -212,7 +212,7 @@ def _unclear(found_changes: Sequence[Change]) -> str:
     return words if files else ""
 
 
-def _verdict(found_changes: Sequence[Change], chosen: Selection, known: ReachMap, files: Sequence[str]) -> str:
+def _verdict(found_changes: Sequence[Change], chosen: Selected, known: ReachMap, files: Sequence[str]) -> str:
     """Why passing would prove nothing, or an empty string if it would prove something."""
     if chosen.unreached:
         what = plural(len(chosen.unreached), "function")
@@ -250,7 +250,7 @@ def record(file: str) -> None:
     recorder.start()
 
 
-def save(asked: Asked, path: Path, results: Results) -> str:
+def save(asked: ReachAsked, path: Path, results: Results) -> str:
     """Write the map of a recorded run, and say what is in it. Raises ``OSError``."""
     from torch_fsdp_tests.dispatch.atomic import write_text  # imported late, because a plan records nothing
 

@@ -10,7 +10,7 @@ from torch_fsdp_tests.verdict import first_few
 
 
 @dataclasses.dataclass(frozen=True)
-class Selection:
+class Selected:
     """Tests in the order in which they should run, and remarks on them."""
 
     tests: tuple[Reached, ...]
@@ -24,7 +24,7 @@ def select(
     known: ReachMap,
     sort: Callable[[Sequence[Reached]], Iterable[Reached]] = iter,
     also: Collection[str] = (),
-) -> Selection:
+) -> Selected:
     """The tests that reach any of these functions, classes and modules.
 
     First come the tests that enter a named function. Then come those that only enter some function of a named class or
@@ -54,4 +54,4 @@ def select(
     if instead:
         new = first_few(name for names in instead.values() for name in names)
         remarks = (f"not in the map: {new}; the tests of {first_few(instead)} run instead",)
-    return Selection(tests, len(requested), tuple(unreached), remarks)
+    return Selected(tests, len(requested), tuple(unreached), remarks)

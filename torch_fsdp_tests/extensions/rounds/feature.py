@@ -15,7 +15,7 @@ from torch_fsdp_tests.dispatch.run_results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.stages import Stage
 from torch_fsdp_tests.extension import Conclusion, Feature, Rerun
-from torch_fsdp_tests.extensions.rounds.folding import Folded, Record
+from torch_fsdp_tests.extensions.rounds.folding import Folded, RoundRecord
 from torch_fsdp_tests.verdict import COUNTED, FILE_ITSELF, State, clean, closing_line, plural, seconds
 
 
@@ -30,7 +30,7 @@ class Rounds(Feature):
         self.complete = 0
         self.failed = 0  # rounds in which something failed
         self._files: dict[tuple[str, int], Folded] = {}
-        self.records: dict[tuple[str, int], dict[str, Record]] = collections.defaultdict(dict)
+        self.records: dict[tuple[str, int], dict[str, RoundRecord]] = collections.defaultdict(dict)
         self._failed_in = 0  # the last round in which something failed
         self._counts: collections.Counter[State] = collections.Counter()  # tests of this round
 
@@ -92,7 +92,7 @@ class Rounds(Feature):
         records = self.records[key]
         is_new_failure = False
         for test in file.tests():
-            record = records.setdefault(test.name, Record())
+            record = records.setdefault(test.name, RoundRecord())
             is_new_failure |= test.outcome.is_bad and not record.failed
             record.take(self.number, test)
         if file.is_bad and self._failed_in != self.number:

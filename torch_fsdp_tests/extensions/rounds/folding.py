@@ -1,7 +1,7 @@
 """The results of several rounds in one.
 
 The results of a file in all rounds are folded into one, which has the worst result of
-each test, so every report is made as for a single round. Besides, each test has a :class:`Record` of bounded size.
+each test, so every report is made as for a single round. Besides, each test has a :class:`RoundRecord` of bounded size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_KEPT = 10  # failures of a test, and outputs and notes of a file, that are k
 
 
 @dataclasses.dataclass
-class Times:
+class RoundTimes:
     """The seconds of a test in at most ``MAX_SECONDS`` of its rounds, which are equally far apart."""
 
     values: list[float] = dataclasses.field(default_factory=list)
@@ -48,12 +48,12 @@ class Times:
 
 
 @dataclasses.dataclass
-class Record:
+class RoundRecord:
     """What happened to one test, or to a fixture or the file, over all rounds."""
 
     outcomes: collections.Counter[State] = dataclasses.field(default_factory=collections.Counter)
     failures: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # the first few
-    times: Times = dataclasses.field(default_factory=Times)
+    times: RoundTimes = dataclasses.field(default_factory=RoundTimes)
     of_ranks: dict[str, list[list[float]]] = dataclasses.field(default_factory=dict)  # sum and count, rank by rank
 
     def take(self, number: int, test: TestResult) -> None:

@@ -26,7 +26,6 @@ from torch.distributed import distributed_c10d as c10d
 from torch.futures import Future
 
 from torch_fsdp_tests import settings
-from torch_fsdp_tests.ranks.threaded_pg.collectives import BY_NAME, Form, Mismatch, Part, Reduction, describe
 from torch_fsdp_tests.ranks.threaded_pg.meeting import (
     Appointment,
     Board,
@@ -36,6 +35,7 @@ from torch_fsdp_tests.ranks.threaded_pg.meeting import (
     PeerFailed,
     ThreadCall,
 )
+from torch_fsdp_tests.ranks.threaded_pg.operations import BY_NAME, CallsDiffer, Form, Part, Reduction, describe
 
 Tensors = Sequence[Tensor]
 
@@ -52,7 +52,7 @@ class ThreadedWork(dist.Work):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until the outputs have the result, and return True. A timeout of zero means the group's limit.
 
-        Raises PeerFailed, Mismatch, CollectiveError or CollectiveTimeout.
+        Raises PeerFailed, CallsDiffer, CollectiveError or CollectiveTimeout.
         """
         self._meeting.wait(timeout.total_seconds() or self._limit)
         return True

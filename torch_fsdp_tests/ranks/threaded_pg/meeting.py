@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.ranks.threaded_pg.collectives import BY_NAME, Mismatch, Part, Reduction, describe, perform
+from torch_fsdp_tests.ranks.threaded_pg.operations import BY_NAME, CallsDiffer, Part, Reduction, describe, perform
 
 
 class PeerFailed(SystemExit):
@@ -151,7 +151,7 @@ class Meeting:
         if (call.name, call.agreed) != (first.name, first.agreed):
             low, high = sorted([(other, first), (rank, call)], key=lambda pair: pair[0])
             words = f"rank {low[0]} calls {low[1]} while rank {high[0]} calls {high[1]}"
-            self.finish(Mismatch(f"{self._title}: {words}"))
+            self.finish(CallsDiffer(f"{self._title}: {words}"))
         self.calls[rank] = call
         return len(self.calls) == self._size
 
@@ -159,7 +159,7 @@ class Meeting:
         """Move the data between the ranks, in the thread of the last one. Does nothing if the meeting has ended.
 
         Dispatch modes of that thread are disabled. A test that counts operations must not see another rank's, and must
-        not depend on the order of arrival. Inference mode may stay on: `collectives.write` uses `.data`, which works
+        not depend on the order of arrival. Inference mode may stay on: `operations.write` uses `.data`, which works
         for all tensors and in all threads.
         """
         if self.opened.is_set():
@@ -177,7 +177,7 @@ class Meeting:
                     perform(collective, column, calls[0].root, [call.reduction for call in calls])
                 self.finish(fence=Fence([tensor for call in calls for tensor in call.tensors()]))
         except Exception as error:
-            kind = Mismatch if isinstance(error, Mismatch) else CollectiveError
+            kind = CallsDiffer if isinstance(error, CallsDiffer) else CollectiveError
             named = kind(f"{self._title}, {calls[0]}: {error}")
             named.__cause__ = error
             self.finish(named)

@@ -41,7 +41,7 @@ or did not finish, and 5 if no test was executed.
 """
 
 
-class Stopped(BaseException):
+class VersionsStopped(BaseException):
     """The command got a signal that stops it."""
 
 
@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> ExitStatus:
     except (InvalidRequest, NoRecord) as problem:
         _say(str(problem))
         return ExitStatus.USAGE_ERROR
-    except Stopped as stopped:
+    except VersionsStopped as stopped:
         _say("stopped; to continue, name the versions that are left")
         return ExitStatus(128 + stopped.args[0])  # as shells count it
 
@@ -115,7 +115,7 @@ def _run_all(given: argparse.Namespace, handed_on: Sequence[str]) -> Mapping[str
             """Run a command with its output on stderr, and return its status."""
             status = children.run(words, sys.stderr)
             if children.signals:
-                raise Stopped(children.signals[0])
+                raise VersionsStopped(children.signals[0])
             return status
 
         maker = Maker(given.environments.absolute(), installation.ROOT, given.python, given.index_url, command)
@@ -153,7 +153,7 @@ def _alone(output: Path) -> Iterator[None]:
         yield
 
 
-def _tell(options: argparse.Namespace, rows: Sequence[table.Row]) -> ExitStatus:
+def _tell(options: argparse.Namespace, rows: Sequence[table.VersionRow]) -> ExitStatus:
     if not rows:
         raise InvalidRequest(f"no version is named, and there are no results in {options.output}")
     results = table.Table(rows)

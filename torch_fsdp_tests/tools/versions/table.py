@@ -22,7 +22,7 @@ TITLES = ("torch", "Python", "device", "what was run", "passed", "failed", "skip
 
 
 @dataclasses.dataclass
-class Row:
+class VersionRow:
     """One version: its report, and why it cannot be compared."""
 
     label: str
@@ -46,22 +46,22 @@ class Row:
         return (*about, *map(str, numbers), str(len(self.data["known_failures"])))
 
 
-def read(output: Path, problems: Mapping[str, str]) -> list[Row]:
+def read(output: Path, problems: Mapping[str, str]) -> list[VersionRow]:
     """The rows of all versions with a report in this folder or with a problem, the oldest torch first."""
     missing = [label for label in problems if not (output / label / report.FILE).exists()]
-    rows = [Row(label, {}, problems[label]) for label in missing]
+    rows = [VersionRow(label, {}, problems[label]) for label in missing]
     for path in output.glob(f"*/{report.FILE}"):
         data = json.loads(path.read_text(encoding="utf-8"))
         ended = data["exit_code"] in (ExitStatus.OK, ExitStatus.FAILED, ExitStatus.NOTHING_RAN)
         problem = "" if ended and not data["not_started"] else "did not run to its end"
-        rows.append(Row(path.parent.name, data, problems.get(path.parent.name, problem)))
+        rows.append(VersionRow(path.parent.name, data, problems.get(path.parent.name, problem)))
     return sorted(rows, key=lambda row: (numbers(row.data.get("torch") or row.label), row.label))
 
 
 class Table:
     """The rows, and the tests that only some versions have or execute, of those that ran one selection to its end."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[VersionRow]) -> None:
         self.rows = rows
         complete = [row for row in rows if row.data and not row.problem]
         self.compared = [row for row in complete if row.what == complete[-1].what]
@@ -120,7 +120,7 @@ class Table:
         return "\n\n".join(parts) + "\n"
 
 
-def behaviour_lines(output: Path, rows: Sequence[Row]) -> list[str]:
+def behaviour_lines(output: Path, rows: Sequence[VersionRow]) -> list[str]:
     """What tests do differently on each recorded version than on the one before it."""
     paths = {row.label: output / row.label / BEHAVIOUR for row in rows}
     records = [(label, kept_records.load(path)) for label, path in paths.items() if path.exists()]
@@ -133,7 +133,7 @@ def behaviour_lines(output: Path, rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _failures(row: Row) -> list[tuple[str, Test]]:
+def _failures(row: VersionRow) -> list[tuple[str, Test]]:
     tests = tests_of(row.data).items() if row.data else ()
     return [("::".join(name), test) for name, test in sorted(tests) if State(test["outcome"]).is_bad]
 

@@ -42,7 +42,7 @@ from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, Transformer, with_comms
 from torch_fsdp_tests.distributed.checkpoint_utils import with_temp_dir
 from torch_fsdp_tests.fsdp import internals
-from torch_fsdp_tests.fsdp.checkpoints import TENSOR, Layout, LayoutsMixin, Run, before_tensor, plain_run
+from torch_fsdp_tests.fsdp.checkpoints import TENSOR, Layout, LayoutsMixin, SavedRun, before_tensor, plain_run
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.optimizers import ShardAdamW, fused_on_host
@@ -361,7 +361,7 @@ class FullStatesMixin(ShardedStatesMixin):
         self, shape: tuple[int, ...], model_class: type[SimpleModel], options: StateDictOptions
     ) -> None:
         layout = Layout(shape, fsdp2_and_tp, TENSOR)
-        run = Run(layout, model_class=model_class).train(range(2))
+        run = SavedRun(layout, model_class=model_class).train(range(2))
         msd = get_model_state_dict(run.model, options=options)
         osd = get_optimizer_state_dict(run.model, run.optim, options=options)
         expected = plain_run(range(2), model_class=model_class)
@@ -373,7 +373,7 @@ class FullStatesMixin(ShardedStatesMixin):
             actual = {name: value.cpu() for name, value in actual.items()}
             self.assertEqual(actual, {name: value for name, value in expected.items() if name != "steps"})
 
-        other = Run(layout, seed=1, model_class=model_class).train(range(9, 10))
+        other = SavedRun(layout, seed=1, model_class=model_class).train(range(9, 10))
         self._check_all_differ(other, expected)
         set_model_state_dict(other.model, msd, options=options)
         set_optimizer_state_dict(other.model, other.optim, osd, options=options)
@@ -419,7 +419,7 @@ class TestFullyShard3DStateDict(FullStatesMixin, LayoutsMixin, DTensorTestBase):
         self._check_goes_on(other, "FSDP2 and TP on 2x2x2")
 
 
-class FSDP1Run(Run):
+class FSDP1Run(SavedRun):
     """A run that gets its states from FSDP1's own functions; see ``test_2d_optim_state_dict_of_flat_parameters``."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -442,7 +442,7 @@ class FSDP1AndTPMixin(ShardedStatesMixin, LayoutsMixin):
         """FSDP1's tensor extension for a model that is sharded over this mesh."""
         return internals.tensor_extension(FSDP(SimpleModel().to(self.device), device_mesh=mesh))
 
-    def _test_2d_e2e_training(self, run: Run) -> None:
+    def _test_2d_e2e_training(self, run: SavedRun) -> None:
         """Train five steps. Outputs before and after each step, and all final states, equal a plain model's."""
         plain = filled(SimpleModel().to(self.device), seed=0)
         optim = torch.optim.Adam(plain.parameters(), lr=1e-2, **fused_on_host())
@@ -597,7 +597,7 @@ class TestNew2dParallelStateDict(FSDP1AndTPMixin, DTensorTestBase):
             self.assertTrue(all(sources))
         self._check_optim_state(run, osd, SimpleModel)
 
-    def _check_optim_state(self, run: Run, osd: dict[str, Any], model_class: type[SimpleModel]) -> None:
+    def _check_optim_state(self, run: SavedRun, osd: dict[str, Any], model_class: type[SimpleModel]) -> None:
         """The moments must be DTensors on the whole mesh, with the values of a plain model after one step."""
         actual = moments(osd)
         self.assertEqual({(type(value), value.device_mesh) for value in actual.values()}, {(DTensor, run.mesh)})
@@ -632,7 +632,7 @@ class TestNew2dParallelStateDict(FSDP1AndTPMixin, DTensorTestBase):
     def test_fsdp1_tp_2d_set_full_state_dict(self, shape, model_class):
         """A run with sharded states loads a checkpoint of full model parameters."""
         path = os.path.join(self.temp_dir, f"{shape} {model_class.__name__}")
-        source = Run(Layout((4,), lambda model, mesh: FSDP(model, device_mesh=mesh)), model_class=model_class)
+        source = SavedRun(Layout((4,), lambda model, mesh: FSDP(model, device_mesh=mesh)), model_class=model_class)
         source.train(range(2))
         saved = get_model_state_dict(source.model, options=ON_ALL_RANKS)
         self.assertEqual({type(value) for value in saved.values()}, {torch.Tensor})

@@ -49,7 +49,7 @@ from torch_fsdp_tests.fsdp.checkpoints import (
     HostBackendMixin,
     Layout,
     LayoutsMixin,
-    Run,
+    SavedRun,
     UnevenLayers,
     compiled,
     plain_run,
@@ -127,7 +127,7 @@ class Training:
     """A run, and the other objects that are saved with it."""
 
     def __init__(self, layout: Layout, seed: int) -> None:
-        self.run = Run(layout, seed)
+        self.run = SavedRun(layout, seed)
         self.object = TestStatefulObj(dist.get_rank(), seed)
         self.progress = TestTrainState()
         self.probe = UnevenLayers().get_input(torch.Generator().manual_seed(5)).to(rank_device())
@@ -203,7 +203,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
         self.assertEqual(second.run.full(), plain_run(range(4)))
         self._check_loads_into_plain(second.run)
 
-    def _check_loads_into_plain(self, run: Run) -> None:
+    def _check_loads_into_plain(self, run: SavedRun) -> None:
         """A plain optimizer can load the full state of the parallel one. The state equals that of plain training."""
         osd = get_optimizer_state_dict(run.model, run.optim, options=StateDictOptions(full_state_dict=True))
         plain = UnevenLayers().to(self.device)
@@ -299,7 +299,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
     @skip_if_lt_x_gpu(1)
     def test_staging_waits_for_the_device(self):
         """``stage`` copies the states only after the device has finished its queued work."""
-        state, stager = Run(TYPES["FSDP2"]).state_dict(), DefaultStager(StagingOptions())
+        state, stager = SavedRun(TYPES["FSDP2"]).state_dict(), DefaultStager(StagingOptions())
         began = host_time()
         delay_device(DELAY_MS)
         stager.stage(state).result()
@@ -317,7 +317,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
         The checkpoint must have the states from before these steps, although the shards are updated in place.
         """
         path = os.path.join(self.temp_dir, layout)
-        run = Run({**TYPES, **OFFLOADED}[layout]).train(range(2))
+        run = SavedRun({**TYPES, **OFFLOADED}[layout]).train(range(2))
         expected = run.full()
         writer = LateWriter(path)
         future = self._async_save(run.state_dict(), path, dist.new_group(), storage_writer=writer)
@@ -368,7 +368,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
     @with_temp_dir
     def test_two_saves_at_once(self):
         """Two checkpoints are written at the same time, and each has the states of its own step."""
-        run = Run(TYPES["FSDP2"])
+        run = SavedRun(TYPES["FSDP2"])
         futures, writers, expected = [], [], []
         for step in range(2):
             run.train(range(step, step + 1))
@@ -399,7 +399,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
                 return super().write_data(*args, **kwargs)
 
         path = os.path.join(self.temp_dir, model_type)
-        run = Run(TYPES[model_type]).train(range(2))
+        run = SavedRun(TYPES[model_type]).train(range(2))
         future = self._async_save(run.state_dict(), path, dist.new_group(), storage_writer=BrokenWriter(path))
         with self.assertRaisesRegex(CheckpointException, "no such luck") as caught:
             future.result()
@@ -506,7 +506,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
         Saving does not change the gradients: the step equals that of a training that was not saved.
         """
         path = os.path.join(self.temp_dir, model_type)
-        run, twin = (Run(TYPES[model_type]).train(range(2)) for _ in range(2))
+        run, twin = (SavedRun(TYPES[model_type]).train(range(2)) for _ in range(2))
         expected = run.full()
         for each in (run, twin):
             each.optim.zero_grad()
@@ -544,13 +544,13 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
 
         Training then continues.
         """
-        run = Run(TYPES["FSDP2"]).train(range(2))
+        run = SavedRun(TYPES["FSDP2"]).train(range(2))
         expected = run.full()
         assert isinstance(run.model, FSDPModule)
         run.model.set_reshard_after_forward(False)
         self._evaluate(run.model)
         run.save(self.temp_dir)
-        other = Run(TYPES["FSDP2"], seed=1).train(range(9, 10))
+        other = SavedRun(TYPES["FSDP2"], seed=1).train(range(9, 10))
         other.load(self.temp_dir)
         self.assertEqual(other.full(), expected, rtol=0, atol=0)
         self.assertEqual(run.train(range(2, 4)).full(), plain_run(range(4)))
@@ -570,7 +570,7 @@ class TestE2ESaveAndLoad(HostBackendMixin, LayoutsMixin, DTensorTestBase):
         """``get_optimizer_state_dict`` does not find unsharded parameters in the optimizer, but ``get_state_dict``
         reshards.
         """
-        run = Run(TYPES["FSDP2"]).train(range(2))
+        run = SavedRun(TYPES["FSDP2"]).train(range(2))
         expected = copy.deepcopy(get_optimizer_state_dict(run.model, run.optim))
         assert isinstance(run.model, FSDPModule)
         run.model.set_reshard_after_forward(False)

@@ -48,7 +48,7 @@ from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.references import of_all_ranks
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
-from torch_fsdp_tests.fsdp.state_dict_pairs import Pair, optimizer
+from torch_fsdp_tests.fsdp.state_dict_pairs import ModelPair, optimizer
 from torch_fsdp_tests.fsdp.training import loss_of, shard_each, train
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -119,7 +119,9 @@ class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
         parallelize_module(model, mesh, plan | {f"{index}.out_proj": RowwiseParallel() for index in mlps})
         model[1].out_proj.requires_grad_(False)  # without TP_KEEPS_REQUIRES_GRAD this flag is lost
 
-    def _pair(self, layout: str, seed: int, mlps: Sequence[int] = (0, 1, 2), plain: Any = None, **kwargs: Any) -> Pair:
+    def _pair(
+        self, layout: str, seed: int, mlps: Sequence[int] = (0, 1, 2), plain: Any = None, **kwargs: Any
+    ) -> ModelPair:
         """A pair whose second model has this layout. ``kwargs`` go to FSDP; ``mlps`` are the MLPs under TP."""
         plain = self._plain(seed) if plain is None else plain
         model: Any = copy.deepcopy(plain)
@@ -142,9 +144,9 @@ class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
             shard_each((model[1], model), mesh=mesh, **kwargs)
         optims = (optimizer(torch.optim.AdamW, each.parameters()) for each in (plain, model))
         ref_optim, optim = optims
-        return Pair(plain, ref_optim, model, [optim], data_rank, width=DIM)
+        return ModelPair(plain, ref_optim, model, [optim], data_rank, width=DIM)
 
-    def _reference(self, pair: Pair) -> dict[str, Any]:
+    def _reference(self, pair: ModelPair) -> dict[str, Any]:
         """The values of the plain model and its optimizer, by names as in :meth:`_values`."""
         osd = by_parameter(named_osd(pair.ref_model, pair.ref_optim))
         return copy.deepcopy({**pair.ref_model.state_dict(), **osd})
@@ -160,7 +162,7 @@ class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
         self.assertTrue(all(map(torch.any, moments)))
         self._compare_dicts(wanted, found, **kwargs)
 
-    def _test_conversion(self, saving: Pair, state: dict[str, Any], loading: Pair) -> None:
+    def _test_conversion(self, saving: ModelPair, state: dict[str, Any], loading: ModelPair) -> None:
         """Save the trained state of one pair in a checkpoint, load it into another pair, and train that one."""
         expected = self._reference(saving)
         path = os.path.join(self.temp_dir, str(len(os.listdir(self.temp_dir))))
@@ -182,15 +184,15 @@ class TestFullyShardWithDistributedStateDict(VerifyStateDictMixin, FSDPTest):
         loading.train(range(3, 5))
         self._check(self._values(*loading.states()), self._reference(loading))
 
-    def _is_fsdp1(self, pair: Pair) -> bool:
+    def _is_fsdp1(self, pair: ModelPair) -> bool:
         """Whether the pair uses FSDP1. Its full state dicts on the CPU have wrong states if the CPU is the device."""
         return isinstance(pair.model, FSDP)
 
-    def _state(self, pair: Pair, options: StateDictOptions) -> dict[str, Any]:
+    def _state(self, pair: ModelPair, options: StateDictOptions) -> dict[str, Any]:
         msd, osd = pair.states(options)
         return {"model": msd, "optim": osd}
 
-    def _plain_state(self, pair: Pair) -> dict[str, Any]:
+    def _plain_state(self, pair: ModelPair) -> dict[str, Any]:
         return {"model": pair.ref_model.state_dict(), "optim": named_osd(pair.ref_model, pair.ref_optim)}
 
     @requires_world_size(4, least=2)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 
-class Mismatch(RuntimeError):
+class CallsDiffer(RuntimeError):
     """The ranks of a group call different collectives. The message names ranks, collective and tensors."""
 
 
@@ -172,7 +172,7 @@ def describe(tensors: Sequence[Tensor]) -> str:
 
 
 def perform(collective: Collective, column: Column, root: int | None, reductions: Sequence[Any]) -> None:
-    """Give every output of every rank its value. Raises `Mismatch` if an input does not fit.
+    """Give every output of every rank its value. Raises `CallsDiffer` if an input does not fit.
 
     All values are computed before the first is written, because an output may be a view of an input.
     """
@@ -197,7 +197,7 @@ def perform(collective: Collective, column: Column, root: int | None, reductions
             for giver, input in zip(givers, inputs, strict=True):
                 if output.numel() != input.numel() * pieces or output.dtype != input.dtype:
                     expected, sent = describe([output]), describe([input])
-                    raise Mismatch(f"rank {to_rank} expects {expected} from rank {giver}, which sends {sent}")
+                    raise CallsDiffer(f"rank {to_rank} expects {expected} from rank {giver}, which sends {sent}")
             if (givers, which) not in values:
                 values[givers, which] = reduced(inputs, reductions) if collective.reduces else joined(inputs)
             writes.append((output, values[givers, which]))

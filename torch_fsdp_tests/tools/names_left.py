@@ -40,7 +40,7 @@ def _defined(body: Sequence[ast.stmt]) -> set[str]:
 
 def main(argv: Sequence[str]) -> int:
     """Print what is left. Returns the exit status: 1 if there is anything."""
-    Parser(prog="python -m torch_fsdp_tests.tools.upstream_names", description=__doc__).parse_args(argv)
+    Parser(prog="python -m torch_fsdp_tests.tools.names_left", description=__doc__).parse_args(argv)
     names = list(left())
     for name in names:
         print(name)
@@ -49,4 +49,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    system.run_command("upstream_names", main)
+    system.run_command("names_left", main)
