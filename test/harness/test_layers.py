@@ -109,6 +109,24 @@ class TestLayers(TestCase):
                 self.assertEqual(named, [], str(path))
         self.assertGreater(len(EXTENSIONS), 1)
 
+    def test_nothing_below_names_an_option_of_an_extension(self):
+        """Test files have some of upstream's options too, and say what the dispatcher has instead of others."""
+        theirs = {"--repeat": {"common_utils", "dispatch"}, "--save-xml": {"common_utils"}}
+        options = {
+            node.value
+            for path in (PACKAGE / "extensions").glob("*/__init__.py")
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.Constant) and re.fullmatch("--[a-z-]{2,}", str(node.value))
+        }
+        self.assertGreater(len(options), 5)
+        found: dict[str, set[str]] = {}
+        for path in sorted(PACKAGE.rglob("*.py")):
+            first = path.relative_to(PACKAGE).parts[0]
+            if first not in ("extensions", "tools"):
+                for option in options & {*re.findall("--[a-z-]+", path.read_text(encoding="utf-8"))}:
+                    found.setdefault(option, set()).add(first)
+        self.assertEqual({name: rooms for name, rooms in found.items() if rooms - theirs.get(name, set())}, {})
+
     def test_every_module_has_a_layer(self):
         missing = {name for name in graph(ast.walk) if not room(name) and not name.endswith("__main__")}
         self.assertEqual(missing, {""})  # the package itself

@@ -19,8 +19,8 @@ class ExitStatus(enum.IntEnum):
     OK = 0, "every test that ran had the expected outcome, or this shard had nothing to run"
     FAILED = (
         1,
-        "a test or a file failed (with --fail-on-flaky also: passed only when it was repeated; with "
-        "--fail-on-difference: behaved differently)",
+        "a test or a file failed (with --fail-on-flaky also: passed only when it was repeated), or what else an option "
+        "makes a failure",
     )
     USAGE_ERROR = 2, "bad arguments, an unknown test, malformed input, or a path that cannot be written to"
     BROKEN = (
