@@ -148,7 +148,7 @@ class TestDevices(FolderCase):
     def built_for(name: str | None) -> AbstractContextManager[object]:
         """A version of PyTorch that was built for a device. Without a name, an extension adds the device."""
         versions = {"__version__": "2.13.0"} | ({name: "1"} if name else {})
-        return unittest.mock.patch.object(devices, "_torch_versions", lambda: versions)
+        return unittest.mock.patch.object(devices.sources, "versions", lambda: versions)
 
     @staticmethod
     @contextlib.contextmanager

@@ -23,7 +23,7 @@ from runs import ROOT, outputs, run_beside
 from sources import TESTS_OF_FSDP, trees
 
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, TestCase, run_tests
-from torch_fsdp_tests.defects import registry
+from torch_fsdp_tests.defects import fixes, registry
 from torch_fsdp_tests.defects.command import command_line as defects_main
 from torch_fsdp_tests.defects.command import launch, texts, trial
 from torch_fsdp_tests.defects.command.command_line import main
@@ -31,7 +31,7 @@ from torch_fsdp_tests.defects.registry import Answer, Component, Consequence, De
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.dispatch.devices import cores
 from torch_fsdp_tests.dispatch.features import FEATURES
-from torch_fsdp_tests.installed_torch import fixes, torch_facts
+from torch_fsdp_tests.installed_torch import sources, torch_facts
 from torch_fsdp_tests.installed_torch.version_ranges import version_fits
 
 SHOWN = "fsdp2_extension_gets_one_payload"  # a defect of every version so far
@@ -372,8 +372,13 @@ class TestReproductions(TestCase):
         ids = fixes.tried(torch.__version__)
         if not ids:
             self.skipTest(f"no fix was tried with torch {torch.__version__}")
-        variables = fixes.environment(ids, {"PYTHONPATH": str(ROOT)})
-        done = run_beside(ROOT, "-m", "torch_fsdp_tests.defects", "--json", *ids, **variables)
+        root, version = sources.installed()
+        files = fixes.edited_files(ids, version, lambda path: (root / path).read_text(encoding="utf-8"))
+        with tempfile.TemporaryDirectory() as folder:
+            sources.write(files, Path(folder))
+            variables = sources.environment(Path(folder), {"PYTHONPATH": str(ROOT)})
+            variables |= {registry.ABSENT_VARIABLE: " ".join(ids)}
+            done = run_beside(ROOT, "-m", "torch_fsdp_tests.defects", "--json", *ids, **variables)
         self.assertEqual(done.returncode, 0, done.stdout[-2000:])
         self.assertNotIn("Traceback", done.stderr)  # native libraries may print at exit, as triton's does in 2.15
         answers = {each["id"]: each["answer"] for each in json.loads(done.stdout)["defects"]}

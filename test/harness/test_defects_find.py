@@ -22,7 +22,7 @@ from torch_fsdp_tests.defects.command.command_line import main, parse
 from torch_fsdp_tests.defects.in_tests import KnownDefect
 from torch_fsdp_tests.defects.registry import Answer, Component, Consequence, Exposure
 from torch_fsdp_tests.dispatch import page
-from torch_fsdp_tests.installed_torch import fixes, torch_facts
+from torch_fsdp_tests.installed_torch import sources, torch_facts
 
 # The scripts of --show printed the tracebacks of defects. Their files have the id of the defect as name; a word after a
 # dash marks another traceback of this defect. Files of users' mistakes begin with "user_"; most were written by hand.
@@ -37,7 +37,7 @@ command = functools.partial(outputs, main)
 
 def of_torch(version: str) -> Any:
     """The command takes the installed torch for this version."""
-    return unittest.mock.patch.object(fixes, "installed", lambda: (Path(), version))
+    return unittest.mock.patch.object(sources, "installed", lambda: (Path(), version))
 
 
 def without_torch(*argv: str) -> subprocess.CompletedProcess[str]:

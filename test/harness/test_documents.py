@@ -345,7 +345,7 @@ class TestVariables(TestCase):
         actual = set()
         for path in (ROOT / "torch_fsdp_tests").rglob("*.py"):
             actual |= set(re.findall(r"\"(TORCH_FSDP_TESTS_[A-Z_]+)\"", path.read_text(encoding="utf-8")))
-        between_processes = {"EVENTS", "FIXES", "LAUNCH_SETTINGS"} | {
+        between_processes = {"EVENTS", "ABSENT_DEFECTS", "LAUNCH_SETTINGS"} | {
             "BEHAVIOUR",
             "OPERATORS",
             "SOURCES",

@@ -1,5 +1,6 @@
-"""Fixes of torch's defects: their files, how several are combined, as a patch, and in a run."""
+"""Fixes of torch's defects: their files, how several are combined, and as a patch."""
 
+import functools
 import json
 import shutil
 import subprocess
@@ -8,14 +9,13 @@ import unittest
 import unittest.mock
 from pathlib import Path
 
-from runs import LIMIT, ROOT, assert_rejected, outputs, run_beside
+from runs import ROOT, outputs, run_beside
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
-from torch_fsdp_tests.defects import registry
+from torch_fsdp_tests.defects import fixes, registry
 from torch_fsdp_tests.defects.command.command_line import main
 from torch_fsdp_tests.defects.registry import Exposure
-from torch_fsdp_tests.dispatch.main import main as run_test
-from torch_fsdp_tests.installed_torch import fixes
+from torch_fsdp_tests.installed_torch import sources
 
 SOURCE = """\
 class Unit:
@@ -33,50 +33,8 @@ class Unit:
 def gather(units):
     return [unit.gather() for unit in units]
 """
+# Both change FSDPParamGroup.
 FIRST, SECOND = "fsdp2_extra_all_gather_after_evaluation", "fsdp2_inference_mode_breaks_training"
-PROBE = """\
-import os, subprocess, sys, unittest
-
-import torch
-from torch_fsdp_tests.common_fsdp import FSDPTest
-from torch_fsdp_tests.common_utils import run_tests
-from torch_fsdp_tests.defects import torch_defect
-from torch_fsdp_tests.installed_torch import fixes
-
-def is_fixed():
-    import inspect
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as module
-    return "is_grad_enabled()" in inspect.getsource(module.FSDPParamGroup._record_post_forward)
-
-class TestProbe(FSDPTest):
-    world_size = 2
-
-    @classmethod
-    def setUpClass(cls):
-        super().setUpClass()
-        assert is_fixed(), "the process of the file"
-
-    def test_ranks(self):
-        self.assertTrue(is_fixed())
-        self.assertEqual(fixes.in_force(), {{"{id}"}})
-
-    def test_interpreter(self):
-        if self.rank == 0:
-            code = "from torch_fsdp_tests.installed_torch import fixes; print(*fixes.in_force())"
-            found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout={limit})
-            self.assertEqual(found.stdout.strip(), "{id}")
-
-    def test_fixed_defect_that_shows(self):
-        with torch_defect("{id}"):
-            self.fail("it shows")
-
-    def test_fixed_defect_that_does_not_show(self):
-        with torch_defect("{id}"):
-            pass
-
-if __name__ == "__main__":
-    run_tests()
-"""
 
 
 class TestFiles(TestCase):
@@ -96,13 +54,12 @@ class TestFiles(TestCase):
                 self.assertLessEqual({*each.tried}, {*registry.versions()})
 
     def test_each_fits_and_compiles(self):
-        root, version = fixes.installed()
+        root, version = sources.installed()
         for id in fixes.tried(version):
             with self.subTest(id):
-                for path in fixes.paths([fixes.fix(id)], version):
-                    text = (root / path).read_text(encoding="utf-8")
-                    after = fixes.edited(path, text, [fixes.fix(id)], version)
-                    self.assertNotEqual(after, text)
+                read = functools.cache(lambda path: (root / path).read_text(encoding="utf-8"))
+                for path, after in fixes.edited_files([id], version, read).items():
+                    self.assertNotEqual(after, read(path))
                     compile(after, path, "exec")
 
     def test_each_is_for_a_defect_of_its_versions(self):
@@ -189,26 +146,28 @@ class TestPatch(TestCase):
 
     def test_patch_is_what_is_imported(self):
         """``patch`` makes the sources that a process with all fixes imports."""
-        root, version = fixes.installed()
+        root, version = sources.installed()
         if shutil.which("patch") is None or not fixes.tried(version):
             self.skipTest("needs patch, and fixes for the installed torch")
         ids = fixes.tried(version)
-        paths = fixes.paths(map(fixes.fix, ids), version)
+        files = fixes.edited_files(ids, version, lambda path: (root / path).read_text(encoding="utf-8"))
         status, diff, _ = outputs(main, "--patch", "all")
         self.assertEqual(status, 0)
         with tempfile.TemporaryDirectory() as folder:
-            for path in paths:
+            for path in files:
                 Path(folder, path).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(root / path, Path(folder, path))
             done = subprocess.run(["patch", "-p1", "-d", folder], input=diff, text=True, capture_output=True)
             self.assertEqual((done.returncode, done.stdout.count("fuzz"), done.stdout.count("offset")), (0, 0, 0))
-            patched = {path: Path(folder, path).read_text(encoding="utf-8") for path in paths}
-        modules = {path: path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in paths}
+            patched = {path: Path(folder, path).read_text(encoding="utf-8") for path in files}
+        modules = {path: path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in files}
         code = "import importlib, inspect, json, sys\n"
         code += "def source(name): return inspect.getsource(importlib.import_module(name))\n"
         code += "print(json.dumps({path: source(name) for path, name in json.loads(sys.argv[1]).items()}))"
-        variables = fixes.environment(ids, {"PYTHONPATH": str(ROOT)})
-        ran = run_beside(ROOT, "-W", "ignore", "-c", code, json.dumps(modules), **variables)
+        with tempfile.TemporaryDirectory() as folder:
+            sources.write(files, Path(folder))
+            variables = sources.environment(Path(folder), {"PYTHONPATH": str(ROOT)})
+            ran = run_beside(ROOT, "-W", "ignore", "-c", code, json.dumps(modules), **variables)
         self.assertEqual(json.loads(ran.stdout or ran.stderr), patched)
 
     def test_some(self):
@@ -228,42 +187,10 @@ class TestPatch(TestCase):
             (FIRST, "2.16.0", f"the fix of {FIRST} was tried with torch .*, and not with 2.16.0"),
             (absent, "2.13.0", f"torch 2.13.0 does not have {absent}"),
         ):
-            with self.subTest(id), unittest.mock.patch.object(fixes, "installed", lambda v=version: (Path(), v)):
+            with self.subTest(id), unittest.mock.patch.object(sources, "installed", lambda v=version: (Path(), v)):
                 status, out, err = outputs(main, "--patch", id)
                 self.assertEqual((status, out), (1, ""))
                 self.assertRegex(err, f"^torch_fsdp_tests.defects: {words}\n$")
-
-
-class TestInARun(TestCase):
-    """Without it, a rank could run PyTorch without the fix, or a fix without an effect could go undetected."""
-
-    def test_all_processes(self):
-        """The file, forked and fresh ranks, and an interpreter that a test starts have the fix. The run says so."""
-        for start in ("fork", "spawn"):
-            with self.subTest(start), tempfile.TemporaryDirectory() as folder:
-                Path(folder, "tests").mkdir()
-                Path(folder, "tests", "test_probe.py").write_text(PROBE.format(id=FIRST, limit=LIMIT))
-                command = [ROOT / "run_test.py", "--test-directory", f"{folder}/tests", "--report", f"{folder}/report"]
-                done = run_beside(ROOT, *command, "--with-fixes", FIRST, TORCH_FSDP_TESTS_START=start)
-                report = json.loads(Path(folder, "report", "report.json").read_text())
-                first = done.stdout.splitlines()[0]
-                self.assertTrue(first.endswith(f"with fixes: {FIRST}"), first)
-                self.assertEqual(report["fixes"], [FIRST])
-                outcomes = {test["test"].rpartition(".")[2]: test["outcome"] for test in report["files"][0]["tests"]}
-                expected = dict.fromkeys(outcomes, "passed") | {"test_fixed_defect_that_shows": "failed"}
-                self.assertEqual(outcomes, expected, done.stdout)
-                self.assertEqual((len(outcomes), report["known_defects"], report["fixed_defects"]), (4, [], []))
-                self.assertIn(f"--with-fixes {FIRST}", done.stdout)
-
-    def test_id_that_has_no_fix(self):
-        cases = {
-            "fsdp2_extra_all_gather": f"there is no fix of 'fsdp2_extra_all_gather'; did you mean {FIRST}?",
-            "smoke": "there is no fix of 'smoke'; python -m torch_fsdp_tests.defects --list shows the ids",
-            "fsdp2_second_order_gradients_raise": "fsdp2_second_order_gradients_raise has no fix: FSDP2 would",
-            "fsdp2_divides_twice": "fsdp2_divides_twice has no fix; python -m",
-        }
-        arguments = [(("--with-fixes", id), f"--with-fixes: {words}") for id, words in cases.items()]
-        assert_rejected(self, lambda argv: run_test(argv, ROOT), arguments)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ class KnownDefect:
         """Whether the installed PyTorch has the defect, or may have it, and it shows on the device under test.
 
         If the registry does not know, a failure shows the defect, and a pass is reported as a fix. A defect that
-        is fixed in memory is not expected.
+        is fixed in this process is not expected.
         """
         if self._defect.expected_here() not in (Answer.PRESENT, Answer.UNDECIDED):
             return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import os
 import re
@@ -15,6 +14,7 @@ from typing import Any
 from torch_fsdp_tests.device import vendors
 from torch_fsdp_tests.device.vendors import Vendor
 from torch_fsdp_tests.dispatch.runtests import RunTests
+from torch_fsdp_tests.installed_torch import sources
 from torch_fsdp_tests.installed_torch.version_ranges import version_fits
 from torch_fsdp_tests.settings import BACKEND_VARIABLE, DEVICE_VARIABLE, RANKS_VARIABLE, ConfigurationError
 
@@ -272,32 +272,17 @@ def _candidates(environment: Mapping[str, str]) -> Iterator[Vendor]:
 
 def torch_folder() -> Path | None:
     """The folder of the installed torch, found without importing it, or None."""
-    import importlib.util
-
-    spec = importlib.util.find_spec("torch")
-    places = None if spec is None else spec.submodule_search_locations
-    return Path(next(iter(places))) if places else None
-
-
-@functools.cache
-def _torch_versions() -> dict[str, str]:
-    """Torch's version and what it was built for, read from its version file, because an import takes seconds."""
-    folder = torch_folder()
-    try:
-        text = (folder / "version.py").read_text() if folder else ""
-    except OSError:
-        return {}
-    return dict(re.findall(r"^(__version__|cuda|hip|xpu)\b[^=\n]*=\s*['\"]([^'\"]*)['\"]", text, re.MULTILINE))
+    return sources.folder()
 
 
 def is_built_for(name: str) -> bool:
     """Whether the installed torch was built for ``cuda``, ``hip`` or ``xpu``."""
-    return bool(_torch_versions().get(name))
+    return bool(sources.versions().get(name))
 
 
 def torch_version() -> str | None:
     """The version of the installed torch, found without importing it, or None."""
-    return _torch_versions().get("__version__")
+    return sources.versions().get("__version__")
 
 
 def missing_packages() -> str | None:

@@ -1,1 +1,1 @@
-"""Facts about the installed torch that differ between versions, its private names, and fixes of its defects."""
+"""Facts about the installed torch that differ between versions, its private names, and other sources in memory."""

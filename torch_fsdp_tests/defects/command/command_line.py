@@ -11,14 +11,14 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_fsdp_tests.defects import registry
+from torch_fsdp_tests.defects import fixes, registry
 from torch_fsdp_tests.defects.command import changes, find, texts, versions_page
 from torch_fsdp_tests.defects.limits import Limit
 from torch_fsdp_tests.defects.registry import Answer, Component, Consequence, Defect, Exposure, InvalidQuery
 from torch_fsdp_tests.dispatch.atomic import json_rows, write_text
 from torch_fsdp_tests.dispatch.devices import cores
 from torch_fsdp_tests.dispatch.options import Parser
-from torch_fsdp_tests.installed_torch import fixes
+from torch_fsdp_tests.installed_torch import sources
 from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.settings import ConfigurationError
 from torch_fsdp_tests.verdict import plural
@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
     system.exit_on_signals()
     try:
         return _answer(parse(argv))
-    except (InvalidQuery, ConfigurationError, fixes.NotFixed) as error:
+    except (InvalidQuery, ConfigurationError, fixes.NotFixed, sources.NotInstalled) as error:
         print(f"torch_fsdp_tests.defects: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
@@ -147,7 +147,7 @@ def _chosen(options: argparse.Namespace, defects: Iterable[Defect]) -> list[Defe
 
 def _patch(patterns: Sequence[str], is_strict: bool) -> int:
     """Print the fixes as one diff for the installed torch. If some are missing, say why and return 1."""
-    root, version = fixes.installed()
+    root, version = sources.installed()
     defects = list(map(registry.defect, registry.matching(patterns)))
     missing = {defect.id: _why_no_fix(defect, version) for defect in defects}
     found = [defect for defect in defects if not missing[defect.id]]
@@ -203,8 +203,8 @@ def _find(options: argparse.Namespace) -> int:
 def _version() -> str:
     """The version of the installed torch, or the newest that the registry knows."""
     try:
-        return fixes.installed()[1]
-    except fixes.NotFixed:
+        return sources.installed()[1]
+    except sources.NotInstalled:
         return f"{registry.versions()[-1]}.0"
 
 

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from torch_fsdp_tests.dispatch import devices, keywords
+from torch_fsdp_tests.dispatch import keywords
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.plan import Job
 from torch_fsdp_tests.dispatch.run_results import Results
@@ -22,7 +22,7 @@ from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.extension import Conclusion, Feature, Features, Rerun
 from torch_fsdp_tests.extensions.behavior import FOLDER_VARIABLE, OPERATORS_VARIABLE, differences, kept_records
 from torch_fsdp_tests.extensions.behavior.differences import Difference, Record
-from torch_fsdp_tests.installed_torch import diffs, fixes
+from torch_fsdp_tests.installed_torch import diffs, sources
 from torch_fsdp_tests.settings import ConfigurationError
 from torch_fsdp_tests.verdict import Scope, first_few, plural
 
@@ -100,8 +100,8 @@ class Behavior(Feature):
             variables[OPERATORS_VARIABLE] = "1"
         # The order of a set is no behavior, and differs in each interpreter.
         variables["PYTHONHASHSEED"] = environment.get("PYTHONHASHSEED", "0")
-        if (sources := self._folder / self._side).exists():
-            variables |= fixes.environment(environment.get(fixes.VARIABLE, "").split(), environment, sources)
+        if (files := self._folder / self._side).exists():
+            variables |= sources.environment(files, environment)
         return variables
 
     def repeating(self, test: str | None) -> Sequence[str]:
@@ -186,21 +186,18 @@ class Behavior(Feature):
 
 def _write_sources(whats: Sequence[str], folder: Path) -> None:
     """Write the files of the side that is not installed. Raises :class:`ConfigurationError`."""
-    root = devices.torch_folder()
-    if root is None:
-        raise ConfigurationError("torch is not installed, so no change of it can be compared")
     try:
+        root, _ = sources.installed()
         files = [file for what in whats for file in diffs.parse(_text(what))]
+    except sources.NotInstalled as error:
+        raise ConfigurationError(f"{error}, so no change of it can be compared") from error
     except (diffs.NotADiff, OSError) as error:
         raise ConfigurationError(f"--compare-behavior needs diffs: {error}") from error
     edits = {path: file.hunks for file in files if isinstance(file, diffs.Edited) and (path := _path(file.paths[-1]))}
     if not edits:
         raise ConfigurationError("--compare-behavior: the diff changes no Python file of torch")
-    is_installed, texts = other_side(edits, root.parent)
-    for path, text in texts.items():
-        place = folder / (_WITHOUT if is_installed else _WITH) / path
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(text, encoding="utf-8", errors="surrogateescape")
+    is_installed, texts = other_side(edits, root)
+    sources.write(texts, folder / (_WITHOUT if is_installed else _WITH))
 
 
 def _text(what: str) -> str:
