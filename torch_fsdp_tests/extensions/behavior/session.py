@@ -1,7 +1,7 @@
 """The session of one test in one rank, and what fills it: a dispatch mode and hooks of torch and unittest.
 
-Hooks are installed once in a process, and do nothing in a rank without a session. A test that compiles is left out,
-because torch does not compile under a mode, and one that counts memory by a mode of its own.
+The hooks do nothing in a rank without a session. A test that compiles is left out, because torch does not compile under
+a mode, and one that counts memory by a mode of its own.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from torch_fsdp_tests import moments
 from torch_fsdp_tests.common_utils import TestCase
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.extensions.behavior.kinds import Kind
@@ -45,7 +43,7 @@ _COLLECTIVES = (
 _COPIES = "_to_copy copy_ clone _foreach_copy_ split_with_sizes_copy chunk_cat all_gather_copy_in".split()
 
 
-class Session:
+class Session(moments.Watcher):
     """What one test has done so far in one rank: for each kind the numbers of words, in their order."""
 
     def __init__(self, with_operators: bool) -> None:
@@ -84,6 +82,32 @@ class Session:
             yield self.depth == 1
         finally:
             self.depth -= 1
+
+    @contextlib.contextmanager
+    def forward(self, module: nn.Module) -> Iterator[None]:
+        with self.outermost() as is_outermost:
+            yield
+        if is_outermost:
+            self.measure("end of forward")
+
+    @contextlib.contextmanager
+    def backward(self, tensors: Any) -> Iterator[None]:
+        if isinstance(tensors, torch.Tensor) and tensors.numel() == 1:
+            self.value("loss", tensors)
+        yield
+        self.measure("end of backward")
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.value("gradients", [param.grad for param in _params(optimizer)])
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        params = _params(optimizer)
+        self.value("parameters", params)
+        self.value("optimizer states", [optimizer.state.get(param, {}) for param in params])
+        self.measure("end of step")
+
+    def compiling(self) -> None:
+        self.leave("it compiles")
 
     def leave(self, why: str) -> None:
         """Leave the test out from now on, without a mode if that is possible."""
@@ -191,12 +215,11 @@ def _copy(name: str, session: Session, args: Any, kwargs: Any) -> None:
 @contextlib.contextmanager
 def recorded(folder: str, test: str, rank: int, with_operators: bool = False) -> Iterator[Session]:
     """Record the block in this rank, and append a line about it to a file of this rank. ``test`` is the test's id."""
-    with _lock:
-        _install()
     _current.session = session = Session(with_operators)
     session.mode.__enter__()
     try:
-        yield session
+        with _patches.used(), moments.watched(session):
+            yield session
     except unittest.SkipTest:
         session.leave("it skipped")
         raise
@@ -215,40 +238,23 @@ def recorded(folder: str, test: str, rank: int, with_operators: bool = False) ->
             file.write(f"{json.dumps(line)}\n")
 
 
-@functools.cache
-def _install() -> None:
-    """Patch torch and unittest, once in a process."""
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
+def _install(patches: contextlib.ExitStack) -> None:
+    """Patch what is of interest beside the moments that all watchers have."""
+
+    def around(owner: Any, name: str, hook: Callable[..., Any]) -> None:
+        moments.around(patches, owner, name, lambda: _current.session, hook)
+
     for owner in owners():
-        _around(owner, "__init__", _owned)
-    for cls in (FSDPModule, FSDP):
-        _around(cls, "__call__", _forward)
-    _around(nn.Module, "state_dict", _state_dict)
-    _around(torch.optim.Optimizer, "state_dict", _state_dict)
-    _around(torch.autograd, "backward", _backward)
-    _around(torch, "compile", _compile)
-    if "torch._dynamo" in sys.modules:  # else the test file does not use it
-        _around(sys.modules["torch._dynamo"], "optimize", _compile)
-    _around(FSDPMemTracker, "__enter__", _track_memory)
-    _around(TestCase, "assertEqual", _assert_equal)
-    _around(unittest.case._AssertRaisesContext, "__exit__", _raises)
-    _around(warnings, "warn", _warn)
-    _around(ProcessLocalGroup, "_join", _join)
+        around(owner, "__init__", _owned)
+    around(nn.Module, "state_dict", _state_dict)
+    around(torch.optim.Optimizer, "state_dict", _state_dict)
+    around(FSDPMemTracker, "__enter__", _track_memory)
+    around(TestCase, "assertEqual", _assert_equal)
+    around(unittest.case._AssertRaisesContext, "__exit__", _raises)
+    around(warnings, "warn", _warn)
+    around(ProcessLocalGroup, "_join", _join)
     for owner, name in itertools.product((torch, torch.random), ("manual_seed", "get_rng_state", "set_rng_state")):
-        _around(owner, name, _seed)
-
-
-def _around(owner: Any, name: str, hook: Callable[..., Any]) -> None:
-    """Call a hook in place of a function, with the session, the function and its arguments, if there is a session."""
-    own = vars(owner).get(name)
-
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or _current.session is None:
-            return own(*args, **kwargs) if own else getattr(super(owner, args[0]), name)(*args[1:], **kwargs)
-        return hook(_current.session, own or getattr(super(owner, args[0]), name).__func__, *args, **kwargs)
-
-    setattr(owner, name, functools.wraps(own or getattr(owner, name, wrapper))(wrapper))
+        around(owner, name, _seed)
 
 
 def _owned(session: Session, former: Any, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -256,36 +262,8 @@ def _owned(session: Session, former: Any, self: Any, *args: Any, **kwargs: Any) 
     session.memory.add(self)
 
 
-def _forward(session: Session, former: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    with session.outermost() as is_outermost:
-        output = former(self, *args, **kwargs)
-    if is_outermost:
-        session.measure("end of forward")
-    return output
-
-
-def _backward(session: Session, former: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
-    if isinstance(tensors, torch.Tensor) and tensors.numel() == 1:
-        session.value("loss", tensors)
-    former(tensors, *args, **kwargs)
-    session.measure("end of backward")
-
-
 def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if (session := _current.session) is not None and not torch.compiler.is_compiling():
-        session.value("gradients", [param.grad for param in _params(optimizer)])
-
-
-def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if (session := _current.session) is not None and not torch.compiler.is_compiling():
-        params = _params(optimizer)
-        session.value("parameters", params)
-        session.value("optimizer states", [optimizer.state.get(param, {}) for param in params])
-        session.measure("end of step")
 
 
 def _state_dict(session: Session, former: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -333,6 +311,4 @@ def _track_memory(session: Session, former: Any, *args: Any, **kwargs: Any) -> A
     return former(*args, **kwargs)
 
 
-def _compile(session: Session, former: Any, *args: Any, **kwargs: Any) -> Any:
-    session.leave("it compiles")
-    return former(*args, **kwargs)
+_patches = moments.WhileUsed(_install)
