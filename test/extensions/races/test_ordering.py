@@ -19,7 +19,9 @@ from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.defects import registry, torch_defect
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.extensions.races import explained, ordering
+from torch_fsdp_tests.extensions.races import calls, explained, ordering
+from torch_fsdp_tests.extensions.races.calls import CallSite
+from torch_fsdp_tests.extensions.races.recording import Race
 
 
 @instantiate_parametrized_tests
@@ -206,7 +208,7 @@ class TestChecked(FSDPTest):
         for waits in (True, False):
             with ordering.recorded() as recording:
                 x = torch.ones(4, device=self.device)
-                with mock.patch.object(ordering, "_call_site", return_value=ordering.CallSite("file", 1, "reduce")):
+                with mock.patch.object(calls, "call_site", return_value=CallSite("file", 1, "reduce")):
                     work = dist.all_reduce(x, async_op=True)
                 if waits:
                     work.wait()
@@ -217,7 +219,7 @@ class TestChecked(FSDPTest):
     def test_function_that_waits_for_its_collectives(self):
         with ordering.recorded() as recording:
             x = torch.ones(4, device=self.device)
-            with mock.patch.object(ordering, "_call_site", return_value=ordering.CallSite("file", 1, "send")):
+            with mock.patch.object(calls, "call_site", return_value=CallSite("file", 1, "send")):
                 dist._broadcast_coalesced(dist.group.WORLD, [x], 64, 0)
             x.add_(1)
         self.assertEqual(recording.races, [])
@@ -225,11 +227,11 @@ class TestChecked(FSDPTest):
     def test_known_defect_explains_a_race(self):
         """The registry has words of such a race. ``test_whole_test`` has a race in a block that shows the defect."""
         known = "fsdp1_dropped_gradients_race_with_the_reduction"
-        site = ordering.CallSite("file", 1, registry.defect(known).races[0].rstrip(")"))
+        site = CallSite("file", 1, registry.defect(known).races[0].rstrip(")"))
         with common_utils.defect_blocks.recorded() as blocks:
-            explained.conclude([ordering.Race("this", "that", (site, None))])
+            explained.conclude([Race("this", "that", (site, None))])
         self.assertEqual([block.defect["id"] for block in blocks], [known])
-        other = ordering.Race("this", "that", (ordering.CallSite("file", 1, "other"), None))
+        other = Race("this", "that", (CallSite("file", 1, "other"), None))
         with self.assertRaisesRegex(AssertionError, r"^this \(file.py:1, other\) and that are not ordered$"):
             explained.conclude([other])
 

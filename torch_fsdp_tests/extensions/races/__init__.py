@@ -1,4 +1,10 @@
-"""``--check-streams``: a race detector for streams, which also works on the CPU."""
+"""``--check-streams``: a race detector for streams, which also works on the CPU.
+
+- ``calls``: what an operator reads and writes, and which line of FSDP called it;
+- ``recording``: clocks of streams, accesses to memory, and the races among them;
+- ``ordering``: the recordings of a rank, and the patches of torch that report to them;
+- ``explained``: the known defects that explain races.
+"""
 
 from __future__ import annotations
 
