@@ -179,7 +179,7 @@ def edited(path: str, text: str, fixes: Iterable[Fix], version: str) -> str:
                     for hunk in named.found(source):
                         owners.setdefault(hunk, each.id)
         except LookupError as error:
-            raise NotFixed(f"the fix of {each.id} does not fit the installed torch: {error}") from error
+            raise NotFixed(f"the fix of {each.id} does not fit the source of torch: {error}") from error
     hunks = sorted(owners, key=lambda hunk: (hunk.start, len(hunk.before)))
     for last, hunk in itertools.pairwise(hunks):
         if hunk.start < last.start + len(last.before):
