@@ -116,7 +116,8 @@ class TestLayers(TestCase):
             node.value
             for path in (PACKAGE / "extensions").glob("*/__init__.py")
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-            if isinstance(node, ast.Constant) and re.fullmatch("--[a-z-]{2,}", str(node.value))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            if re.fullmatch("--[a-z-]{2,}", node.value)
         }
         self.assertGreater(len(options), 5)
         found: dict[str, set[str]] = {}

@@ -167,7 +167,7 @@ def _tests_of(file: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def hosts(data: Mapping[str, Any]) -> str:
     """List the machines, each with its ranks if a launcher distributed them."""
-    names = (f"{name} ({ranks_in_words(host['ranks'])})" for name, host in data["hosts"].items())
+    names = (f"{name} ({ranks_in_words(host['ranks'])})" for name, host in data.get("hosts", {}).items())
     return ", ".join(names) or data["host"]
 
 
@@ -202,14 +202,14 @@ def facts(data: Mapping[str, Any]) -> dict[str, str]:
         "backend": data["backend"],
         "ranks": ranks,
         "hosts": hosts(data),
-        "lost": data["lost"],
+        "lost": data.get("lost"),
         "suite": f"{suite['version']} ({suite['commit']})" if suite["commit"] else suite["version"],
         "Python": data["python"],
         "system": data["system"],
         **machine.titled(data["machine"]),
         "cores": str(data["cores"]),
         "finished": data["date"].replace("T", " ").replace("+00:00", " UTC"),
-        "fixes": ", ".join(data["fixes"]),
+        "fixes": ", ".join(data.get("fixes", ())),
         "seed": str(data["seed"]),
         "shard": f"{data['shard']} of {data['num_shards']}" if data["num_shards"] > 1 else "",
         "rounds": rounds_in_words(data),
@@ -374,7 +374,7 @@ def _rounds(data: Mapping[str, Any]) -> str:
     """Show the tests that did not have the same outcome in all rounds, or that failed: in which rounds, and where."""
     rows = []
     for file, test in tests_in(data):
-        record = test["rounds"] or {"outcomes": {}, "failures": []}
+        record = test.get("rounds") or {"outcomes": {}, "failures": []}
         outcomes = {outcome: count for outcome, count in record["outcomes"].items() if outcome != State.NOT_RUN}
         if len(outcomes) < 2 and not record["failures"]:
             continue
@@ -387,7 +387,7 @@ def _rounds(data: Mapping[str, Any]) -> str:
 
 def _hosts(data: Mapping[str, Any]) -> str:
     """Show the verdict on each host, if a launcher spread the ranks over several."""
-    table = data["hosts"]
+    table = data.get("hosts", {})
     if len(table) < 2:
         return ""
     titles, *lines = host_verdicts.rows(table)
@@ -451,7 +451,7 @@ def _notes(data: Mapping[str, Any]) -> str:
 
 def _spread(test: Mapping[str, Any]) -> str:
     """Show the seconds of a test, and over several rounds between which seconds half of them took."""
-    spread = (test["rounds"] or {}).get("seconds")
+    spread = (test.get("rounds") or {}).get("seconds")
     took = seconds(test["seconds"])
     return page.above(took, f"{seconds(spread['low'])} to {seconds(spread['high'])}") if spread else took
 
