@@ -39,14 +39,20 @@ def reproduce(rank, world_size, device):
 
 
 FIX = """
-The key contains the shape of the local shard.
+The key contains the shape of the local shard and, as in 2.15, its device. Ranks with the same shape and device share
+graphs as before.
 tried: 2.13, 2.15
 
 --- torch/distributed/tensor/_api.py
 @@ DTensor._stable_hash_for_caching [<2.15]
 -        cache_data = self._spec._stable_hash() + str(self.requires_grad)
-+        cache_data = self._spec._stable_hash() + str(self.requires_grad) + str(self._local_tensor.shape)
++        # Ranks share a cache, and compile for the device and the shape of their shard
++        local = f"{self._local_tensor.device} {self._local_tensor.shape}"
++        cache_data = self._spec._stable_hash() + str(self.requires_grad) + local
 @@ DTensor._stable_hash_for_caching [>=2.15]
+-        device = str(self._local_tensor.device)
 -        cache_data = self._spec._stable_hash() + str(self.requires_grad) + device
-+        cache_data = self._spec._stable_hash() + str(self.requires_grad) + device + str(self._local_tensor.shape)
++        # They also compile for the shape of their shard.
++        local = f"{self._local_tensor.device} {self._local_tensor.shape}"
++        cache_data = self._spec._stable_hash() + str(self.requires_grad) + local
 """

@@ -55,11 +55,14 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
+A sharded tensor without a local shard stays in the state dict, and each rank plans with the same keys.
 tried: 2.9, 2.13, 2.15
 
 --- torch/distributed/checkpoint/_sharded_tensor_utils.py
 @@ _flatten_sharded_tensors
+         shards = value.local_shards()
+-
 -        if len(shards) == 0:
 -            return
-+
+         if len(shards) != 1:
 """

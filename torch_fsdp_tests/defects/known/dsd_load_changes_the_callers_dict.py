@@ -37,7 +37,8 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-The caller's dict is copied.
+The caller's dict is copied, but not its tensors. After the call it keeps them as long as the caller keeps the dict, as
+with ``Module.load_state_dict``.
 tried: 2.9, 2.13, 2.15
 
 --- torch/distributed/checkpoint/state_dict.py

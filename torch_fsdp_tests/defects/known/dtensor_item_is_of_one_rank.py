@@ -42,11 +42,8 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-``item()`` reduces and gathers, so it is a collective if the tensor is not replicated.
-tried: 2.13, 2.15
-
---- torch/distributed/tensor/_dispatch.py
-@@ OpDispatcher.__init__
-+            aten._local_scalar_dense.default: lambda op_call, args, kwargs: args[0].full_tensor().item(),
-             aten.is_same_size.default: is_same_size_handler,
+``item()`` would have to be a collective for a tensor that is not reduced or not replicated. But then a rank that alone
+logs a value, as in ``if rank == 0: print(weight.norm().item())``, waits for the others forever, and so does one that
+alone has the only element of a parameter and reads it, which is right today. Raising for an unreduced tensor
+would stop programs that only log it.
 """

@@ -48,14 +48,37 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-Outputs that are views are copied, so that the hook is on a tensor whose node an in-place operation keeps.
-This costs a copy of each such output, and its memory.
-tried: 2.9, 2.13, 2.15
+If an output is a view, a second hook is on its base, whose node an in-place operation keeps. That hook has an effect in
+a backward that ran the hook of no output. Each view among the outputs costs a call of a hook in backward.
+tried: 2.13
 
 --- torch/distributed/fsdp/_runtime_utils.py
 @@ _register_pre_backward_hooks
++    last_backward = -1  # the last one that ran the hook of an output
++
++    def _hook(grad: torch.Tensor) -> Any:
++        nonlocal last_backward
++        last_backward = torch._C._current_graph_task_id()
++        return _pre_backward_hook(state, module, handle, grad)
++
++    def _hook_of_base(grad: torch.Tensor) -> Any:
++        # An in-place operation on a view moves the view to another node. Hooks
++        # stay on the old one, which backward does not run. The node of the
++        # base remains in the graph.
++        if last_backward == torch._C._current_graph_task_id():
++            return grad
++        return _hook(grad)
++
+     def _register_hook(t: torch.Tensor) -> torch.Tensor:
          if t.requires_grad:
-+            if t._base is not None:
-+                t = t.clone()
-             t.register_hook(
+-            t.register_hook(
+-                torch.utils.hooks.unserializable_hook(
+-                    functools.partial(_pre_backward_hook, state, module, handle)
+-                )
+-            )
++            t.register_hook(torch.utils.hooks.unserializable_hook(_hook))
++            if t._base is not None and t._base.grad_fn is not None:
++                t._base.register_hook(
++                    torch.utils.hooks.unserializable_hook(_hook_of_base)
++                )
 """

@@ -40,11 +40,12 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-tried: 2.9, 2.13, 2.15
+FSDP1 creates its tensors outside of inference mode.
+tried: 2.13
 
 --- torch/distributed/fsdp/_flat_param.py
 @@ FlatParamHandle.init_flat_param_attributes
-     @torch.no_grad()
 +    @torch.inference_mode(False)
+     @torch.no_grad()
      def init_flat_param_attributes(self) -> None:
 """

@@ -55,7 +55,8 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-Annotations for a profiler are ignored, as are other operators that a recomputation may run more often.
+Annotations for a profiler are ignored, as are other operators that a recomputation may run more often. A policy is no
+longer asked about them.
 tried: 2.13, 2.15
 
 --- torch/utils/checkpoint.py

@@ -83,29 +83,8 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-A root that by default stays unsharded for backward reshards after a forward without gradients. What a user set with
-``reshard_after_forward`` or ``set_reshard_after_forward`` stays. Each forward under ``no_grad`` all-gathers the root
-again, also the first one of reentrant checkpointing.
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/_fully_shard/_fsdp_state.py
-@@ FSDPState._post_forward [<2.10]
-             output = self._fsdp_param_group.post_forward(module, input, output)
-+            if self._stayed_unsharded_for_no_backward():
-+                self._fsdp_param_group._to_sharded()
-@@ FSDPState._post_forward [>=2.10, <2.15]
-             output = fsdp_param_group.post_forward(module, input, output)
-+            if self._stayed_unsharded_for_no_backward():
-+                fsdp_param_group._to_sharded()
-@@ FSDPState._post_forward [>=2.15]
-                 output = fsdp_param_group.post_forward(module, input, output)
-+                if self._stayed_unsharded_for_no_backward():
-+                    fsdp_param_group._to_sharded()
-@@ FSDPState._register_pre_backward_hook
-+    def _stayed_unsharded_for_no_backward(self) -> bool:
-+        in_backward = torch._C._current_graph_task_id() != -1
-+        by_default = self._is_root and self._auto_reshard_after_forward
-+        return bool(by_default and not in_backward and not torch.is_grad_enabled())
-+
-     def _register_pre_backward_hook(self, output: Any) -> Any:
+The root would have to reshard after each forward under ``no_grad``. Then each batch of an evaluation all-gathers the
+root, which today happens once, and if only the root is sharded it holds all parameters. A forward of reentrant
+checkpointing also runs under ``no_grad``, and a backward follows it. That the root stays unsharded is documented, and
+maintainers kept it (https://github.com/pytorch/pytorch/pull/155319).
 """

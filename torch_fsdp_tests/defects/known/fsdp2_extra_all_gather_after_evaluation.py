@@ -44,12 +44,6 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-tried: 2.9, 2.13, 2.15
-
---- torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py
-@@ FSDPParamGroup._record_post_forward
-         # before the backward, we record each usage (with multiplicity)
-+        if not torch.is_grad_enabled():
-+            return
-         post_forward_index = len(self.comm_ctx.post_forward_order)
+A forward without a backward must not be recorded. But FSDP2 cannot tell it from a forward of reentrant checkpointing,
+which also runs under ``no_grad``: without its record, backward no longer prefetches for the recomputation.
 """

@@ -48,15 +48,51 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-Outputs that are views are copied, so that the hook is on a tensor whose node an in-place operation keeps.
-This costs a copy of each such output, and its memory.
-tried: 2.13, 2.15
+If an output is a view, a second hook is on its base, whose node an in-place operation keeps. That hook has an effect in
+a backward that ran the hook of no output. Each view among the outputs costs a call of a hook in backward. The warning
+about views goes.
+tried: 2.13
 
 --- torch/distributed/fsdp/_fully_shard/_fsdp_state.py
+@@
+ import logging
+-import warnings
+ from collections.abc import Callable, Sequence
 @@ FSDPState._register_pre_backward_hook
-+        if any(t._base is not None for t in collect_grad_tensors(output)):
-+            output = _apply_to_tensors(
-+                lambda t: t.clone() if t.requires_grad and t._base is not None else t, output
-+            )
++        last_backward = -1  # the last one that ran the hook of an output
++
++        @_dynamo_disable
++        def pre_backward(grad: torch.Tensor) -> torch.Tensor:
++            nonlocal last_backward
++            last_backward = torch._C._current_graph_task_id()
++            return self._pre_backward(grad)
++
++        @_dynamo_disable
++        def pre_backward_of_base(grad: torch.Tensor) -> torch.Tensor:
++            # An in-place operation on a view moves the view to another node.
++            # Hooks stay on the old one, which backward does not run. The node
++            # of the base remains in the graph.
++            if last_backward == torch._C._current_graph_task_id():
++                return grad
++            return pre_backward(grad)
++
          # In eager, register hooks directly on grad-requiring outputs.
+         tensors = collect_grad_tensors(output)
+         for t in tensors:
+-            if t._base is not None:
+-                cls = ", ".join(type(m).__name__ for m in self._modules) or "?"
+-                warnings.warn(
+-                    f"FSDP2-wrapped module ({cls}) returned a view tensor. "
+-                    "An in-place op on this view (e.g., `x += y`) will silently "
+-                    "drop the pre-backward hook and skip the all-gather, which "
+-                    "can cause backward to fail or produce wrong gradients. "
+-                    "Use out-of-place ops (`out = out + y`, not `out += y`) or "
+-                    "`.clone()` the output before any in-place op.",
+-                    UserWarning,
+-                    stacklevel=2,
+-                )
+-            t.register_hook(self._pre_backward)
++            t.register_hook(pre_backward)
++            if t._base is not None and t._base.grad_fn is not None:
++                t._base.register_hook(pre_backward_of_base)
 """

@@ -45,13 +45,31 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-tried: 2.9, 2.13, 2.15
+FSDP2 creates its tensors outside of inference mode.
+tried: 2.13, 2.15
 
 --- torch/distributed/fsdp/_fully_shard/_fsdp_param.py
 @@ FSDPParam.init_all_gather_outputs
-+    @torch.inference_mode(False)
-     def init_all_gather_outputs(
+         if len(self.all_gather_outputs) > 0:
+             return  # already initialized
+-        self.all_gather_outputs = [
+-            torch.empty(torch.Size([numel * world_size]), dtype=dtype, device=device)
+-            for numel, dtype in zip(all_gather_input_numels, all_gather_input_dtypes)
+-        ]
++        with torch.inference_mode(False):  # later forwards use them again
++            self.all_gather_outputs = [
++                torch.empty(
++                    torch.Size([numel * world_size]), dtype=dtype, device=device
++                )
++                for numel, dtype in zip(
++                    all_gather_input_numels, all_gather_input_dtypes
++                )
++            ]
 @@ FSDPParam.init_unsharded_param
-+    @torch.inference_mode(False)
-     def init_unsharded_param(self):
+             return
++        if torch.is_inference_mode_enabled():
++            # Later forwards use the parameter again
++            with torch.inference_mode(False), torch.no_grad():
++                return self.init_unsharded_param()
+         inner_tensor = self._sharded_local_tensor
 """

@@ -41,13 +41,8 @@ def reproduce(rank, world_size, device, workaround=False):
 
 
 FIX = """
-Gradients are cast to ``reduce_dtype`` before they are summed over TP ranks. This costs a copy of each gradient in
-``reduce_dtype``, also without TP, from its own computation to the reduction of its group.
-tried: 2.9, 2.13
-
---- torch/distributed/fsdp/_fully_shard/_fsdp_param.py
-@@ FSDPParam._get_grad_inner_tensor
-     def _get_grad_inner_tensor(self, grad: torch.Tensor) -> torch.Tensor:
-+        grad = grad.to(self.reduce_dtype or grad.dtype)
-         if self.is_dtensor:
+Gradients must be cast to ``reduce_dtype`` before they are summed over TP ranks, if it is wider than theirs. But all
+gradients of a parameter group must have one dtype in the copy into the reduction's input, so a cast of the replicated
+ones takes a cast of all gradients of the group, and their memory. PyTorch 2.15 fixes it in another way: autograd
+computes unsharded gradients in ``reduce_dtype``.
 """
