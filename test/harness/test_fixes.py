@@ -33,8 +33,7 @@ class Unit:
 def gather(units):
     return [unit.gather() for unit in units]
 """
-# Both change FSDPParamGroup.
-FIRST, SECOND = "fsdp2_extra_all_gather_after_evaluation", "fsdp2_inference_mode_breaks_training"
+FIRST, SECOND = "fsdp2_in_place_change_of_output_drops_backward", "fsdp2_inference_mode_breaks_training"
 
 
 class TestFiles(TestCase):
@@ -173,7 +172,7 @@ class TestPatch(TestCase):
     def test_some(self):
         status, diff, err = outputs(main, "--patch", FIRST, SECOND)
         self.assertEqual((status, err), (0, ""))
-        for name in ("_fsdp_param_group", "_fsdp_param"):
+        for name in ("_fsdp_state", "_fsdp_param"):
             self.assertIn(f"--- a/torch/distributed/fsdp/_fully_shard/{name}.py\n", diff)
         self.assertTrue(diff.startswith(f"# {FIRST}: {registry.defect(FIRST).title}\n# {SECOND}: "))
 

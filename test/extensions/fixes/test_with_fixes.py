@@ -12,7 +12,7 @@ from runs import LIMIT, ROOT, assert_rejected, run_beside
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.dispatch.main import main as run_test
 
-FIRST = "fsdp2_extra_all_gather_after_evaluation"
+FIRST = "fsdp2_inference_mode_breaks_training"
 PROBE = """\
 import os, subprocess, sys, unittest
 
@@ -23,8 +23,8 @@ from torch_fsdp_tests.defects import registry, torch_defect
 
 def is_fixed():
     import inspect
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as module
-    return "is_grad_enabled()" in inspect.getsource(module.FSDPParamGroup._record_post_forward)
+    from torch.distributed.fsdp._fully_shard import _fsdp_param as module
+    return "inference_mode(False)" in inspect.getsource(module.FSDPParam.init_all_gather_outputs)
 
 class TestProbe(FSDPTest):
     world_size = 2
@@ -80,7 +80,7 @@ class TestInARun(TestCase):
 
     def test_id_that_has_no_fix(self):
         cases = {
-            "fsdp2_extra_all_gather": f"there is no fix of 'fsdp2_extra_all_gather'; did you mean {FIRST}?",
+            "fsdp2_inference_mode_breaks": f"there is no fix of 'fsdp2_inference_mode_breaks'; did you mean {FIRST}?",
             "smoke": "there is no fix of 'smoke'; python -m torch_fsdp_tests.defects --list shows the ids",
             "fsdp2_second_order_gradients_raise": "fsdp2_second_order_gradients_raise has no fix: FSDP2 would",
         }
