@@ -25,7 +25,7 @@ class TestX(unittest.TestCase):
         line = {"file": sys.argv[0], "test": "TestX.test_1", "rank": 0, "at": time.time(), "left_out": "", "limits": {}}
         events = [0, 1][: int(torch.__version__[2])]
         line |= {"words": ["all_gather_1", "all_gather_2"], "events": {"collectives": events}}
-        with open(os.environ["TORCH_FSDP_TESTS_BEHAVIOUR"] + "/x.jsonl", "a") as file:
+        with open(os.environ["TORCH_FSDP_TESTS_BEHAVIOR"] + "/x.jsonl", "a") as file:
             file.write(json.dumps(line) + chr(10))
 """
 OLD_AND_NEW = """
@@ -103,26 +103,26 @@ class TestVersions(TreeCase):
         self.run_command()  # the table of the results that exist
         self.assertEqual((self.code, (self.output / "versions.md").read_text()), (0, page), self.err)
 
-    def test_behaviour_is_compared(self):
+    def test_behavior_is_compared(self):
         self.write({"test_x": RECORDS})
-        self.run_command(self.version("9.1.0"), self.version("9.2.0"), "--behaviour")
+        self.run_command(self.version("9.1.0"), self.version("9.2.0"), "--behavior")
         self.assertEqual(self.code, 0, self.err)
         self.assertIn(
-            "behaviour on 9.2.0, compared with 9.1.0 (1 test):\ncollectives: more all_gather_2: 1 test\n", self.err
+            "behavior on 9.2.0, compared with 9.1.0 (1 test):\ncollectives: more all_gather_2: 1 test\n", self.err
         )
 
-    def test_the_behaviour_of_an_earlier_run_is_not_compared(self):
+    def test_the_behavior_of_an_earlier_run_is_not_compared(self):
         self.write({"test_x": RECORDS})
         versions = [self.version("9.1.0"), self.version("9.2.0")]
-        self.run_command(*versions, "--behaviour")
+        self.run_command(*versions, "--behavior")
         Path(versions[1].partition("=")[2]).write_text("#!/bin/sh\nexit 7\n")
-        self.run_command(versions[1], "--behaviour")
+        self.run_command(versions[1], "--behavior")
         self.assertEqual(self.code, 3, self.err)
         self.assertNotIn("more all_gather_2", self.err)
-        (self.output / "9.1.0/behaviour.gz").write_bytes(b"x")
-        self.run_command("--behaviour")
+        (self.output / "9.1.0/behavior.gz").write_bytes(b"x")
+        self.run_command("--behavior")
         self.assertEqual((self.code, self.err.count("\n")), (2, 1), self.err)
-        self.assertIn("behaviour.gz was not written by --record-behaviour", self.err)
+        self.assertIn("behavior.gz was not written by --record-behavior", self.err)
 
     def test_failures_and_versions_without_results(self):
         """A version that cannot be run has a row, and the others run."""

@@ -346,7 +346,7 @@ class TestVariables(TestCase):
         for path in (ROOT / "torch_fsdp_tests").rglob("*.py"):
             actual |= set(re.findall(r"\"(TORCH_FSDP_TESTS_[A-Z_]+)\"", path.read_text(encoding="utf-8")))
         between_processes = {"EVENTS", "ABSENT_DEFECTS", "LAUNCH_SETTINGS"} | {
-            "BEHAVIOUR",
+            "BEHAVIOR",
             "OPERATORS",
             "SOURCES",
             "MODEL_CHECKPOINTS",

@@ -175,7 +175,7 @@ from torch.distributed.fsdp._core import shard
 def record(name):
     line = {"file": sys.argv[0], "test": f"TestN.{name}", "rank": 0, "at": time.time(), "left_out": "", "limits": {}}
     line |= {"words": [f"all_gather\\tfloat32\\t[{shard(1)}]\\tover 2"], "events": {"collectives": [0]}}
-    with open(os.environ["TORCH_FSDP_TESTS_BEHAVIOUR"] + f"/{os.getpid()}.jsonl", "a") as file:
+    with open(os.environ["TORCH_FSDP_TESTS_BEHAVIOR"] + f"/{os.getpid()}.jsonl", "a") as file:
         file.write(json.dumps(line) + chr(10))
 class TestN(unittest.TestCase):
     def test_recorded(self): record("test_recorded")

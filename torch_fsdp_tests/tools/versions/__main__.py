@@ -65,7 +65,7 @@ def _parser() -> Parser:
     results = installation.ROOT / REPORTS / "versions"
     add("--output", type=Path, default=results, metavar="DIR", help="keep results here (default: %(default)s)")
     words = "record what each test does with each version, and compare each version with the one before it"
-    add("--behaviour", action="store_true", help=words)
+    add("--behavior", action="store_true", help=words)
     add("--markdown", action="store_true", help="print only the table, in Markdown, on stdout")
     return parser
 
@@ -121,7 +121,7 @@ def _run_all(given: argparse.Namespace, handed_on: Sequence[str]) -> Mapping[str
         maker = Maker(given.environments.absolute(), installation.ROOT, given.python, given.index_url, command)
         for version in versions:
             folder = given.output.absolute() / version.label
-            recorded = ["--record-behaviour", str(folder / table.BEHAVIOUR)] if given.behaviour else []
+            recorded = ["--record-behavior", str(folder / table.BEHAVIOR)] if given.behavior else []
             if problem := _run(version, maker, [*suite, *recorded], folder):
                 _say(f"{version.label}: {problem}")
                 problems[version.label] = problem
@@ -133,7 +133,7 @@ def _run(version: Version, maker: Maker, suite: Sequence[str], folder: Path) -> 
     try:
         python = maker.python_of(version)
         _say(f"{version.label}: running with {python}")
-        for name in (report.FILE, *[table.BEHAVIOUR] * ("--record-behaviour" in suite)):  # of an earlier run
+        for name in (report.FILE, *[table.BEHAVIOR] * ("--record-behavior" in suite)):  # of an earlier run
             (folder / name).unlink(missing_ok=True)
         status = maker.run([python, *suite, "--keep-going", "--report", str(folder)])
     except (CannotBeMade, OSError) as error:
@@ -157,7 +157,7 @@ def _tell(options: argparse.Namespace, rows: Sequence[table.VersionRow]) -> Exit
     if not rows:
         raise InvalidRequest(f"no version is named, and there are no results in {options.output}")
     results = table.Table(rows)
-    changed = table.behaviour_lines(options.output, rows) if options.behaviour else []
+    changed = table.behavior_lines(options.output, rows) if options.behavior else []
     print("\n".join([*results.lines(), *changed]), file=sys.stderr, flush=True)
     if options.markdown:
         print(results.block(), flush=True)

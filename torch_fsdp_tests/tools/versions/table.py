@@ -17,7 +17,7 @@ from torch_fsdp_tests.extensions.compare.slower import Test, side_by_side, tests
 from torch_fsdp_tests.installed_torch.version_ranges import numbers
 from torch_fsdp_tests.verdict import State, columns, plural
 
-BEHAVIOUR = "behaviour.gz"  # the record of a version, in its folder
+BEHAVIOR = "behavior.gz"  # the record of a version, in its folder
 TITLES = ("torch", "Python", "device", "what was run", "passed", "failed", "skipped", "known defects", "known failures")
 
 
@@ -120,14 +120,14 @@ class Table:
         return "\n\n".join(parts) + "\n"
 
 
-def behaviour_lines(output: Path, rows: Sequence[VersionRow]) -> list[str]:
+def behavior_lines(output: Path, rows: Sequence[VersionRow]) -> list[str]:
     """What tests do differently on each recorded version than on the one before it."""
-    paths = {row.label: output / row.label / BEHAVIOUR for row in rows}
+    paths = {row.label: output / row.label / BEHAVIOR for row in rows}
     records = [(label, kept_records.load(path)) for label, path in paths.items() if path.exists()]
     lines = []
     for (label, before), (other, after) in itertools.pairwise(records):
         compared = differences.compared(before, after)
-        lines.append(f"behaviour on {other}, compared with {label} ({plural(len(compared), 'test')}):")
+        lines.append(f"behavior on {other}, compared with {label} ({plural(len(compared), 'test')}):")
         alike = "nothing differs" if compared else "nothing could be compared"
         lines += differences.lines(differences.differences(before, after)) or [alike]
     return lines
