@@ -124,8 +124,8 @@ class Feature:
         """Run all jobs with ``once()``, perhaps several times, and return the results. ``say`` prints a line."""
         return once()
 
-    def stage(self, stage: Stage) -> Stage | None:
-        """Take note of a stage of the run, and return what the console shall show of it: the same, another, nothing."""
+    def stage(self, stage: Stage) -> Stage:
+        """Take note of a stage of the run, and return what is shown and kept of it, usually the same."""
         return stage
 
     # --- at the end ---

@@ -9,7 +9,7 @@ import unittest
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trees import CLOSING, FAIL, PASS, Balanced, TreeCase, alive, body
+from trees import CLOSING, FAIL, PASS, TreeCase, alive, body
 
 from torch_fsdp_tests.device.capabilities import CAPABILITIES
 from torch_fsdp_tests.dispatch.devices import torch_version
@@ -274,8 +274,6 @@ class StatesCase(TreeCase):
         reports = ["--report", self.root / "r", "--save-xml", self.root / "xml"]
         self.run_command(*reports, "--keep-going", *arguments, **more)
         self.report = self.read_report()
-        self.page = (self.root / "r/report.html").read_text()
-        Balanced(self).feed(self.page)
         self.cases = self.read_junit()
         tests = {(file["file"], test["test"]): test for file in self.report["files"] for test in file["tests"]}
         self.assertEqual(self.cases.keys(), tests.keys())
@@ -320,7 +318,6 @@ class TestStatesOfRanks(StatesCase):
         self.assertIn("\nfailures (leaked: 5, error: 3, timed out: 3, failed: 2, crashed: 2, ", self.out)
         alike = "ranks 0-1 of 2 raised AssertionError: on every rank"
         self.assertEqual(tests["TestRanks.test_fails_alike"]["reason"], alike)
-        self.assertRegex(self.page, r'<td class="n">1</td><td class="">crashed</td><td class="n">\d\.\d s</td>')
 
     def check_ranks(self, result: Mapping[str, Any], wanted: Sequence[Rank]) -> None:
         self.assertEqual([rank["state"] for rank in result["ranks"]], [state for state, _, _ in wanted])
@@ -352,7 +349,6 @@ class TestStatesOfProcesses(StatesCase):
         self.assertEqual((self.code, CLOSING.findall(self.out)), (1, [("12", "31", "7")]))
         self.check_console()
         self.check_subtests({test: result for (file, test), result in tests.items() if file == "test_subtests"})
-        self.assertNotRegex(self.page, r"[\x00-\x08\x0b-\x1f]")
         (error,) = self.cases["test_import", "(the file itself)"]
         self.assertIn("import no_such_module", str(error.text))
         self.assertNotIn("runpy", str(error.text))
@@ -427,7 +423,6 @@ class TestStatesOfProcesses(StatesCase):
         self.assertEqual(self.summary(tests[1]), "known failure, body: AssertionError: no")
         counts = [self.report[name] for name in ("passed", "failed", "skipped", "known_failures")]
         self.assertEqual(counts, [1, 0, 2, [{"test": "test_x::TestX.test_2", "listed": "the driver lacks it"}]])
-        self.assertIn("passed with 1 known failure", self.page)
         self.assertEqual([test["requirements_not_met"] for test in tests], [[], [], [], ["disabled: by itself"]])
 
     def test_a_killed_run_leaves_no_report_of_an_earlier_one(self):
@@ -437,8 +432,8 @@ class TestStatesOfProcesses(StatesCase):
         self.write({"test_x": body("os.kill(os.getppid(), signal.SIGKILL)")})
         self.run_command("--report", self.root / "r")
         self.assertEqual(self.code, -signal.SIGKILL)
-        names = ["report.previous.html", "report.previous.json"]
-        self.assertEqual(sorted(path.name for path in (self.root / "r").iterdir()), names)
+        names = {path.name for path in (self.root / "r").iterdir()}
+        self.assertEqual(names & {"report.json", "report.previous.json"}, {"report.previous.json"})
 
     def test_no_report_is_overwritten(self):
         """Neither that of an earlier run nor that of a run at the same time."""
@@ -447,10 +442,10 @@ class TestStatesOfProcesses(StatesCase):
         self.write({"test_x": body("self.fail()"), "test_y": body(other)})
         for _ in range(3):
             self.run_command("-i", "test_x", "--report", folder)
-        self.assertIn("the report of another run is now report.previous-2.json and report.previous-2.html", self.err)
+        self.assertIn("the report of another run is now report.previous-2.json", self.err)
         self.assertEqual([json.loads(path.read_text())["failed"] for path in folder.glob("*.json")], [1, 1, 1])
         self.run_command("-i", "test_y", "--report", folder)
-        words = "report.html; the report of another run is now report.previous-4.json\n"
+        words = "report.json; the report of another run is now report.previous-4.json\n"
         self.assertIn(words, self.out)
         self.assertEqual((folder / "report.previous-4.json").read_text(), "the other")
 

@@ -104,7 +104,11 @@ class Console:
             case stages.Progress():
                 self._progress(stage)
             case stages.FileEnded(file):
-                self._file_done(file, stage.is_new)
+                self._done += 1
+                self._tests += sum(result.scope is Scope.TEST for result in file.tests())
+                self._failures += file.is_bad
+                if stage.is_shown:
+                    self._file_done(file, stage.is_new)
             case stages.Said(words):
                 self.say(words)
             case stages.RunEnded(results, lines):
@@ -136,9 +140,7 @@ class Console:
     def _file_done(self, file: FileResult, is_new_failure: bool) -> None:
         """Print one line for each file, and the full output of a file that failed, if it ``is_new_failure``."""
         self._set_status("")  # the status line about this file is outdated
-        self._done += 1
         results = file.tests()
-        self._tests += sum(result.scope is Scope.TEST for result in results)
         word = word_for(file)
         place = f"[{self._done:{self._width}d}/{self._total}]"
         if self._run.output.list_tests and word not in _PROBLEMS:
@@ -158,7 +160,6 @@ class Console:
     def _show_output(self, file: FileResult, is_new_failure: bool) -> None:
         """Print the output of a file that failed or is flaky; of any other file if the run asks for it."""
         if file.is_bad:
-            self._failures += 1
             if is_new_failure:
                 self._failure(file)
             else:

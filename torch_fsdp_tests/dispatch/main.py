@@ -254,12 +254,10 @@ def _run(run: RunTests, others: OtherRanks, planned: RunPlan, children: Children
     children.note((signal.SIGINT, *system.ending_signals()))
 
     def tell(stage: Stage) -> None:
-        records.take(stage)
-        shown: Stage | None = stage
         for feature in run.features.values():
-            shown = feature.stage(shown) if shown is not None else None
-        if shown is not None:
-            console.take(shown)
+            stage = feature.stage(stage)
+        records.take(stage)
+        console.take(stage)
 
     runner = Runner(run, planned, tell, others, children)
     before = leaks.paths_below(run.selection.test_directory) if run.selection.is_own else set()

@@ -49,6 +49,7 @@ class FileEnded:
     file: FileResult
     results: Results
     is_new: bool = True  # whether a failure of it was not shown before
+    is_shown: bool = True  # whether the console has a line about it
 
 
 @dataclasses.dataclass(frozen=True)

@@ -74,14 +74,15 @@ class Rounds(Feature):
         number = f"{self.number:{len(of[1:])}d}"
         return f"round {number}{of} {word:7s} {closing_line(counts)}  {seconds(took)}{limit}"
 
-    def stage(self, stage: Stage) -> Stage | None:
+    def stage(self, stage: Stage) -> Stage:
         """Of a round, only failures are shown, and the output only of new ones."""
         match stage:
             case stages.FileEnded(file):
                 self._counts.update(result.outcome.counted_as for result in file.tests())
                 is_new = self._take(file)
                 is_shown = file.is_bad or file.announced.unknown or self._run.output.verbose
-                return dataclasses.replace(stage, is_new=is_new) if is_shown else None
+                results = dataclasses.replace(stage.results, files=self.files)
+                return dataclasses.replace(stage, results=results, is_new=is_new, is_shown=bool(is_shown))
             case stages.Progress():
                 return dataclasses.replace(stage, about=f"round {self.number}")
         return stage
