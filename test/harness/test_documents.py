@@ -348,6 +348,7 @@ class TestVariables(TestCase):
         between_processes = {"EVENTS", "ABSENT_DEFECTS", "LAUNCH_SETTINGS"} | {
             "BEHAVIOR",
             "OPERATORS",
+            "REACH_RECORDS",
             "SOURCES",
             "MODEL_CHECKPOINTS",
         }
