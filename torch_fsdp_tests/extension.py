@@ -23,11 +23,13 @@ if TYPE_CHECKING:  # the seam itself depends on no other part
     import unittest
 
     from torch_fsdp_tests.dispatch.exit_status import ExitStatus
+    from torch_fsdp_tests.dispatch.other_ranks import OtherRanks
     from torch_fsdp_tests.dispatch.plan import Job, TestRun
     from torch_fsdp_tests.dispatch.run_results import Results
     from torch_fsdp_tests.dispatch.runtests import RunTests
     from torch_fsdp_tests.dispatch.select import Narrowed
     from torch_fsdp_tests.dispatch.stages import Stage
+    from torch_fsdp_tests.ranks.group import Transport
 
 FOLDER = Path(__file__).parent / "extensions"
 ENTRY_POINTS = "torch_fsdp_tests.extensions"
@@ -40,6 +42,41 @@ def absolute(text: str) -> Path:
     return Path(text).absolute()
 
 
+class Place:
+    """Where the ranks of tests run, as the process of a test file sees it. This one is the usual place: here."""
+
+    world_size: int | None = None  # how many ranks there are; None for as many as a test wants
+    one_host = True  # whether all of them are on this machine
+    follows = False  # whether this process runs no tests, but follows the one that does
+    maker = ""  # what made the ranks, in words
+    remedy = ""  # how to run without it, in words
+
+    def prepare(self) -> None:
+        """Called before the device under test is looked at, and before anything that ranks inherit exists."""
+
+    def begin(self) -> None:
+        """Called before the first test. Does not return if this process ``follows``."""
+
+    def transport(self) -> Transport | None:
+        """How the group of one test reaches its ranks; None if it starts them here."""
+        return None
+
+    def conclude(self, status: int) -> int:
+        """The exit status of this process, given that of its tests."""
+        return status
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """What a page shows of ``report.json``: rows of texts below titles, and sentences."""
+
+    title: str
+    about: str
+    titles: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    sentences: Sequence[str] = ()
+
+
 class Extension:
     """What is known about a feature before it is used. Every method may be left out."""
 
@@ -49,6 +86,20 @@ class Extension:
     in_report_of_test: Mapping[str, Any] = {}  # the same for each test
 
     # --- in the dispatcher ---
+
+    def take_over(self, environment: Mapping[str, str], root: Path) -> ExitStatus | None:
+        """Let this process work for another one that is the dispatcher, and return its exit status.
+
+        None if this process is the dispatcher itself. Raises ``ConfigurationError``.
+        """
+        return None
+
+    def other_ranks(self, environment: Mapping[str, str]) -> OtherRanks | None:
+        """The processes in which the ranks of tests run besides this one, if there are any.
+
+        Called before the options are known. Raises ``ConfigurationError`` if they cannot be reached.
+        """
+        return None
 
     def add_options(self, group: Callable[[str], AddOption]) -> None:
         """Declare options with ``group(TITLE)("--option", ...)``. An option that is not given must have no default."""
@@ -64,10 +115,23 @@ class Extension:
         """
         return None
 
+    def tables(self, data: Mapping[str, Any]) -> Sequence[Table]:
+        """What a page shows of its part of the data of ``report.json``, which may lack that part."""
+        return ()
+
+    # --- in the process of a test file, and in its ranks ---
+
+    def place(self, environment: Mapping[str, str]) -> Place | None:
+        """Where ranks run, if not here. Every such process asks, so it must be cheap. Raises ``ConfigurationError``."""
+        return None
+
     # --- in the process of a test file, and in its ranks, if the feature is ``in_tests`` ---
 
     def start(self, file: str) -> None:
         """Called before the test file is loaded. ``file`` is its name below the test directory."""
+
+    def enter_rank(self, file_name: str, rank: int, world_size: int) -> None:
+        """Called in the process of a rank before its first test. The ranks meet at ``file_name``."""
 
     def around(self, test: unittest.TestCase, rank: int) -> contextlib.AbstractContextManager[Any]:
         """What one test runs in, in each rank."""
@@ -88,8 +152,11 @@ class Feature:
         """A sentence that says why the options of the whole run are wrong, or None."""
         return None
 
-    def needs_local_ranks(self, one_host: bool) -> str | None:
-        """A sentence that says why it cannot be used if a launcher made the ranks, or None."""
+    def needs_own_ranks(self, one_host: bool) -> str | None:
+        """Why it cannot be used if the processes of this run do not start all ranks, or None.
+
+        ``one_host`` says whether all ranks are on this machine.
+        """
         return None
 
     def writes(self) -> Mapping[str, Path]:
@@ -136,6 +203,10 @@ class Feature:
         ``rerun(jobs, features, why)`` runs some jobs again, with these features, and says why.
         """
         return Conclusion()
+
+    def status(self, status: ExitStatus) -> ExitStatus:
+        """The exit status of the run, which is ``status`` by the results alone."""
+        return status
 
     def add_to_report(self, data: dict[str, Any], results: Results) -> None:
         """Add to the data of ``report.json`` before it is written."""
@@ -222,6 +293,25 @@ def in_tests(environment: Mapping[str, str]) -> list[Extension]:
         there = ", ".join(found()) or "none"
         raise ConfigurationError(f"{EXTENSIONS_VARIABLE}: there is no extension {unknown[0]!r}; there are: {there}")
     return [found()[name] for name in names]
+
+
+def other_ranks(environment: Mapping[str, str]) -> OtherRanks | None:
+    """The processes in which ranks run besides this one, if an extension knows some."""
+    made = (extension.other_ranks(environment) for extension in found().values())
+    return next((others for others in made if others is not None), None)
+
+
+@functools.cache
+def place() -> Place:
+    """Where the ranks of this process' tests run, according to its environment at the first call."""
+    places = (extension.place(os.environ) for extension in found().values())
+    return next((each for each in places if each is not None), Place())
+
+
+def enter_rank(file_name: str, rank: int, world_size: int) -> None:
+    """Let all extensions that work in this rank begin."""
+    for extension in in_tests(os.environ):
+        extension.enter_rank(file_name, rank, world_size)
 
 
 @contextlib.contextmanager

@@ -27,12 +27,11 @@ STRICT_LEAKS_VARIABLE = "TORCH_FSDP_TESTS_STRICT_LEAKS"
 EXTENSIONS_VARIABLE = "TORCH_FSDP_TESTS_EXTENSIONS"
 SHOW_VARIABLE = "TORCH_FSDP_TESTS_SHOW_OUTPUT"
 SEED_VARIABLE = "TORCH_FSDP_TESTS_SEED"
-LAUNCHED_VARIABLE = "TORCH_FSDP_TESTS_LAUNCHED"
 SLOW_VARIABLE = "PYTORCH_TEST_WITH_SLOW"
 SHARD_VARIABLE, SHARDS_VARIABLE = "SHARD_NUMBER", "NUM_TEST_SHARDS"
 MAX_SHARDS = 10_000
 TESTS_VARIABLE = "TESTS_TO_INCLUDE"
-MAX_RANKS = 65536  # of one test; more than any launcher makes
+MAX_RANKS = 65536  # of one test; more than any machine has
 
 
 class ConfigurationError(ValueError):
@@ -87,7 +86,6 @@ VARIABLES = (
     Variable(EXTENSIONS_VARIABLE, "extensions that work in the tests of a file that is run alone"),
     Variable(SHOW_VARIABLE, "1: show what ranks print, even if they pass"),
     Variable(START_VARIABLE, "spawn: start each rank as a fresh interpreter", default="fork", is_repeated=True),
-    Variable(LAUNCHED_VARIABLE, "1 or 0: a launcher did, or did not, make the ranks"),
 )
 
 

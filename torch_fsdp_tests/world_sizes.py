@@ -4,7 +4,7 @@ What the class of the test sets as its ``world_size`` counts: a number, or a pro
 the number that :func:`requested` found, a number of its own, or none. A number that a class or a decorator asks for is
 an upper limit where there are fewer devices. Without any, these follow, and the first of them counts:
 
-1. ``--ranks`` or its variable, then the launcher, which made so many ranks (:func:`asked`);
+1. ``--ranks`` or its variable, then the place of the ranks, if so many are there (:func:`asked`);
 2. the device under test: a rank for each, but at least two; on the CPU :data:`USUAL` ranks (:func:`by_default`).
 
 The functions that depend on the device take it as an argument, because this module is below it, and needs no torch.
@@ -18,8 +18,7 @@ import unittest
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from torch_fsdp_tests import settings
-from torch_fsdp_tests.processes import launcher
+from torch_fsdp_tests import extension, settings
 
 # Of a test that does not set its own number, on the CPU. The dispatcher lends a file at most as many devices.
 USUAL = 4
@@ -48,10 +47,9 @@ class Device(Protocol):
 
 
 def asked() -> int | None:
-    """The number that the user asks for, or else the launcher; None if neither does."""
+    """The number that the user asks for, or else that of the ranks that there are; None without either."""
     requested = settings.ranks(os.environ)
-    launch = launcher.current() if requested is None else None
-    return requested if launch is None else launch.world_size
+    return extension.place().world_size if requested is None else requested
 
 
 def by_default(devices: int) -> int:
@@ -72,7 +70,7 @@ def few(device: Device) -> int:
 def up_to(most: int, device: Device, least: int = 2) -> int:
     """The number for a test that takes from ``least`` to ``most`` ranks: one rank for each device.
 
-    On the CPU that is ``most``, or fewer if the user or a launcher asked for fewer. Ranks share devices only if there
+    On the CPU that is ``most``, or fewer if fewer are asked for. Ranks share devices only if there
     are fewer devices than ``least`` or than the requested ranks.
     """
     limit = asked() if device.is_cpu else max(device.count, device.ranks)

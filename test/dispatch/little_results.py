@@ -49,9 +49,3 @@ def a_report(*files: dict[str, Any], **more: Any) -> dict[str, Any]:
 def report_of(*tests: dict[str, Any], **more: Any) -> dict[str, Any]:
     """A ``report.json`` of a file with these tests."""
     return a_report(a_file("test_x", *tests), **more)
-
-
-def two_hosts() -> dict[str, Any]:
-    well = {"verdict": "ok", "passed": 1, "silent": 0, "failed": 0, "crashed": 0, "began": 0, "share": 0.5}
-    bad = {**well, "verdict": "suspect", "began": 1, "ranks": [2], "machine": MACHINE}
-    return {"host-a": {**well, "ranks": [0, 1], "machine": MACHINE}, "host-b": bad}

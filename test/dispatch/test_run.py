@@ -628,7 +628,7 @@ class TestStopping(TreeCase):
         started = self.root / "started"
 
         class Losing(OtherRanks):
-            """A process of the launch is gone, and the launcher's signal arrives at the same time."""
+            """A process of another rank is gone, and a signal because of it arrives at the same time."""
 
             def watch(self, children):
                 self.children = children

@@ -12,7 +12,7 @@ from unittest import SkipTest, mock
 import torch
 from samples import Processes, Threads, class_with, under_test
 
-from torch_fsdp_tests import common_distributed
+from torch_fsdp_tests import common_distributed, extension
 from torch_fsdp_tests.common_distributed import (
     MultiProcContinuousTest,
     at_most,
@@ -24,7 +24,6 @@ from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.device import accelerator, accelerator_probe, machine, vendors
 from torch_fsdp_tests.device.accelerator import Accelerator, ConfigurationError
 from torch_fsdp_tests.device.vendors import Vendor
-from torch_fsdp_tests.processes import launcher
 from torch_fsdp_tests.ranks import RanksErred, server
 from torch_fsdp_tests.world_sizes import up_to
 
@@ -186,10 +185,11 @@ class TestSharing(TestCase):
         self.assertIs(device.for_ranks(4), device)
 
     def test_ranks_on_several_machines_do_not_share(self):
-        """Each rank of such a launch has a device, although one machine has fewer devices than there are ranks."""
+        """Each rank at such a place has a device, although one machine has fewer devices than there are ranks."""
         for one_host, backend in ((False, "xccl"), (True, "staged")):
-            launch = launcher.Launch(0, 16, 0, "host", 1, one_host=one_host)
-            with mock.patch.object(launcher, "current", return_value=launch):
+            place = extension.Place()
+            place.world_size, place.one_host = 16, one_host
+            with mock.patch.object(extension, "place", return_value=place):
                 device, _ = self.chosen(count=8, own=False, staged=True, ranks=16)
                 self.assertEqual((device.backend, device.is_shared), (backend, one_host))
                 self.assertEqual(device.for_ranks(16).backend, backend)

@@ -9,8 +9,8 @@ import overrides
 from overrides import HANG
 from samples import Processes, Threads
 
-from torch_fsdp_tests import common_distributed, process_state, settings
-from torch_fsdp_tests.common_distributed import TEST_SKIPS, MultiProcContinuousTest, multi_process
+from torch_fsdp_tests import common_distributed, extension, process_state, settings
+from torch_fsdp_tests.common_distributed import TEST_SKIPS, MultiProcContinuousTest
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 
 LIMIT = 100  # seconds in which a test that does not hang ends, also on a busy machine
@@ -134,10 +134,12 @@ class TestHooks(TestCase):
         with mock.patch.object(common_distributed, "get_timeout", lambda test_id: 1 + test_id.count(HANG)):
             self.assertIn("the limit is 2 s", text_of(result_of(overrides.Starts, HANG)))
 
-    def test_a_launchers_ranks_cannot_be_started_by_a_subclass(self):
-        with mock.patch.object(multi_process, "is_launched", lambda: True):
+    def test_ranks_that_exist_cannot_be_started_by_a_subclass(self):
+        place = extension.Place()
+        place.world_size, place.maker, place.remedy = 9, "a miracle", "wait for its end"
+        with mock.patch.object(extension, "place", lambda: place):
             text = text_of(result_of(overrides.Starts))
-        self.assertIn("Starts._start_processes cannot start the ranks of a launcher: run this file without", text)
+        self.assertIn("Starts._start_processes cannot start the ranks of a miracle: wait for its end", text)
 
 
 if __name__ == "__main__":

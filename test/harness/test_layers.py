@@ -164,7 +164,7 @@ class TestLayers(TestCase):
             for node in ast.walk(tree)
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and "localhost" in node.value
         }
-        self.assertEqual(actual, {PACKAGE / "processes" / "peers.py"})  # which only compares names with it
+        self.assertEqual(actual, {PACKAGE / "processes" / "system.py"})  # which only compares names with it
 
     def test_all_kinds_of_imports_are_seen(self):
         source = "import torch_fsdp_tests.a.b\nfrom torch_fsdp_tests import c\nfrom torch_fsdp_tests.d.e import f\n"

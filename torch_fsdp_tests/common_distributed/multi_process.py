@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_fsdp_tests import process_state, settings
+from torch_fsdp_tests import extension, process_state
 from torch_fsdp_tests.common_distributed.case import RankTestCase, limit_of, named_leaks, raise_verdict, run_in_rank
 from torch_fsdp_tests.common_distributed.rank_process import ERROR_EXIT_CODE, RankPopen
 from torch_fsdp_tests.common_distributed.requirements import ranks_of, skip_codes
@@ -34,8 +34,8 @@ from torch_fsdp_tests.ranks import (
     COLLECTIVE_TIMEOUT_FRACTION,
     Assignment,
     RanksErred,
+    are_made,
     calls,
-    is_launched,
     start_ranks,
 )
 from torch_fsdp_tests.ranks.outcome import enters_test, judge, shorten, shorten_stacks, with_any_ending
@@ -177,20 +177,18 @@ class MultiProcessTestCase(RankTestCase):
             # A fake group moves no data, so its ranks can share a device with any backend.
             self._ask_requirements(world_size, 1 if self.fake_pg else None)
             is_ours = type(self)._start_processes is MultiProcessTestCase._start_processes
-            if is_launched() and not is_ours:
-                self._reject(
-                    "cannot start the ranks of a launcher: run this file without the launcher, or set "
-                    f"{settings.LAUNCHED_VARIABLE}=0"
-                )
+            if are_made() and not is_ours:
+                place = extension.place()
+                self._reject(f"cannot start the ranks of {place.maker}: {place.remedy}")
             group = start_ranks(type(self), self._current_test_name(), world_size, at_once=False)
             self._take_ranks(group)
             self.file_name = group.file_name
             limit = limit_of(self.id())
-            launched = iter(group.processes)
+            made = iter(group.processes)
 
             def popen(process: BaseProcess) -> RankPopen:
                 del process._Popen  # type: ignore[attr-defined]  # it cannot be sent to the rank
-                member = next(launched) if is_launched() else group.start(calls.pack(process))
+                member = next(made) if are_made() else group.start(calls.pack(process))
                 return RankPopen(group, member, limit)
 
             def make(*args: Any, **kwargs: Any) -> BaseProcess:
@@ -200,7 +198,7 @@ class MultiProcessTestCase(RankTestCase):
 
             start_processes(make)
             started = sum(process.is_there for process in group.processes)
-            if is_launched() or started == world_size:
+            if are_made() or started == world_size:
                 return
             if not (started and self.fake_pg):
                 self._reject(
@@ -325,7 +323,7 @@ class MultiProcessTestCase(RankTestCase):
 
     @classmethod
     def _called(cls, assignment: Assignment, test: str) -> None:
-        """Run what the test process has sent. The ranks of a launcher get nothing, and run the test."""
+        """Run what the test process has sent. Ranks that something else has made get nothing, and run the test."""
         if assignment.call is not None:
             calls.unpack(assignment.call, assignment.files).run()
             return

@@ -11,10 +11,9 @@ from typing import Any
 
 import expecttest
 
-from torch_fsdp_tests import installation, process_state, settings
+from torch_fsdp_tests import extension, installation, process_state, settings
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.installed_torch import upstream_names
-from torch_fsdp_tests.processes import launcher
 from torch_fsdp_tests.settings import BACKEND_VARIABLE, DEVICE_VARIABLE
 from torch_fsdp_tests.verdict import events, stream
 
@@ -93,12 +92,12 @@ class _Program(unittest.TestProgram):
         from torch_fsdp_tests import ranks  # not at import: only a process that runs tests needs the engine
 
         if self._only_names:
-            if ranks.is_worker():
+            if ranks.follows():
                 sys.exit(0)
             print(*map(events.test_name, events.tests_in(self.test)), sep="\n")
             sys.exit(0)
         if not self.test.countTestCases() and not stream.attached():
-            if not ranks.is_worker():
+            if not ranks.follows():
                 print(f"{os.path.basename(sys.argv[0])}: nothing ran: {self._why_nothing()}", file=sys.stderr)
             sys.exit(NO_TESTS_RAN)
         ranks.prepare()
@@ -110,9 +109,9 @@ class _Program(unittest.TestProgram):
             self.test = unittest.TestSuite(tests) if tests else self.test
             super().runTests()
             if not self.result.wasSuccessful():
-                sys.exit(ranks.conclude(1))
+                sys.exit(extension.place().conclude(1))
         ran = self.result.testsRun or self.result.skipped
-        sys.exit(ranks.conclude(0 if ran else NO_TESTS_RAN))
+        sys.exit(extension.place().conclude(0 if ran else NO_TESTS_RAN))
 
 
 _show_exception = sys.excepthook
@@ -161,7 +160,7 @@ def run_tests(argv: Sequence[str] | None = None) -> None:
         if not stream.attached():
             installation.check_file(program)
         settings.check(os.environ)
-        launcher.current()
+        extension.place()
         set_rng_seed()
         is_named = any(map(os.environ.get, (DEVICE_VARIABLE, BACKEND_VARIABLE)))
         if is_named and not (options.discover_tests or stream.attached()):  # a dispatcher has checked it

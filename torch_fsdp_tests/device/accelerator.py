@@ -21,11 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_fsdp_tests import world_sizes
+from torch_fsdp_tests import extension, world_sizes
 from torch_fsdp_tests.device import accelerator_probe, vendors
 from torch_fsdp_tests.device.capabilities import CAPABILITIES as CAPABILITIES
 from torch_fsdp_tests.device.capabilities import STAGED
-from torch_fsdp_tests.processes import launcher
 from torch_fsdp_tests.settings import BACKEND_VARIABLE, DEVICE_VARIABLE, ConfigurationError
 from torch_fsdp_tests.verdict import events, in_one_line
 
@@ -116,12 +115,12 @@ class Accelerator:
     def lacks_room_for(self, world_size: int) -> str | None:
         """The reason why there is no room for this many ranks, or None.
 
-        If a launcher made the ranks, there is room for as many as it made, on any machines.
+        If something else made the ranks, there is room for as many as it made, on any machines.
         """
-        launch = launcher.current()
-        if launch is not None:
-            made = f"needs {world_size} ranks, but the launcher made {launch.world_size}"
-            return made if world_size > launch.world_size else None
+        place = extension.place()
+        if place.world_size is not None:
+            made = f"needs {world_size} ranks, but {place.maker} made {place.world_size}"
+            return made if world_size > place.world_size else None
         can_share = self.sharing is not None or (self.count > 0 and self.has("shared_device"))
         if self.is_cpu or world_size <= self.count or can_share:
             return None
@@ -173,9 +172,8 @@ def from_torch(device_type: str, backend: str | None, ranks: int | None) -> Acce
 
 
 def _on_several_machines() -> bool:
-    """Whether a launcher may have spread the ranks over several machines, each with devices of its own."""
-    launch = launcher.current()
-    return launch is not None and not launch.one_host
+    """Whether the ranks may be spread over several machines, each with devices of its own."""
+    return not extension.place().one_host
 
 
 # The capabilities that the CPU can have. The others need a device apart from it.
@@ -228,11 +226,11 @@ def _usable_backends() -> list[str]:
     return [backend for backend in known if dist.is_backend_available(backend)]
 
 
-_local_ranks: list[int] = []  # each rank's local rank on its machine, if a launcher made the ranks
+_local_ranks: list[int] = []  # each rank's number on its machine, if it may differ from the rank
 
 
 def place(local_ranks: Sequence[int]) -> None:
-    """Set the local rank of every rank, if a launcher spread the ranks over several machines."""
+    """Set the number of every rank on its machine, if the ranks may be spread over several machines."""
     _local_ranks[:] = local_ranks
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from torch_fsdp_tests.device import machine
-from torch_fsdp_tests.dispatch import devices, hosts, stages
+from torch_fsdp_tests.dispatch import devices, stages
 from torch_fsdp_tests.dispatch.atomic import naming
 from torch_fsdp_tests.dispatch.file_process import TestProcess
 from torch_fsdp_tests.dispatch.file_result import Attempt, FileResult
@@ -247,7 +247,7 @@ class Console:
         self.say()
         self._say_skips(skip_rows(test.skips_to_json() for _, test in results.tests()))
         self._say_failures(results)
-        for words in (*_left_out(results, counts[State.NOT_RUN]), *hosts.lines(results.hosts.to_json()), *remarks):
+        for words in (*_left_out(results, counts[State.NOT_RUN]), *remarks):
             self.say(words)
         for words in (*_fixed_defects(results), *results.unlike_release(), *_proves_too_little(results)):
             self.say(words)

@@ -13,20 +13,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch_fsdp_tests import installation
+from torch_fsdp_tests import extension, installation
 from torch_fsdp_tests.dispatch import devices, expectations, listing, options, run_plan, stages, times
 from torch_fsdp_tests.dispatch.atomic import naming
 from torch_fsdp_tests.dispatch.devices import DeviceSet
 from torch_fsdp_tests.dispatch.discover import discover
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
-from torch_fsdp_tests.dispatch.other_ranks import LaunchFailure, OtherRanks
+from torch_fsdp_tests.dispatch.other_ranks import OtherRanks
 from torch_fsdp_tests.dispatch.run_plan import RunPlan
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.dispatch.select import Narrowed, UnknownTest, matching, select
 from torch_fsdp_tests.dispatch.stages import Stage
 from torch_fsdp_tests.dispatch.upstream import absent
-from torch_fsdp_tests.processes import launcher, leaks, system
-from torch_fsdp_tests.processes.launcher import Launch
+from torch_fsdp_tests.processes import leaks, system
 from torch_fsdp_tests.settings import ConfigurationError
 from torch_fsdp_tests.verdict import closing_line, first_few, plural, tally
 
@@ -40,26 +39,18 @@ if TYPE_CHECKING:  # what only a run needs is imported late, so that a plan is f
 def main(argv: Sequence[str], root: Path) -> ExitStatus:
     """Run the dispatcher and return its exit status. The default test directory is ``test`` in the folder ``root``.
 
-    If a launcher made this process, rank 0 is the dispatcher, and the other ranks work for it.
+    An extension may let this process work for another dispatcher, or know processes that work for this one.
     """
     system.prepare_streams()
     system.exit_on_signals()
-    try:
-        launch = launcher.from_environment(os.environ)
-    except launcher.LaunchError as error:
-        _remark(str(error))
-        return ExitStatus.USAGE_ERROR
-    launched = launch is not None and system.can_fork()  # otherwise options.parse() rejects the launch
-    if launch is not None and launched and launch.rank > 0:
-        from torch_fsdp_tests.dispatch import worker
-
-        return worker.main(launch, root)
     status, others = ExitStatus.BROKEN, OtherRanks()
     try:
-        if launch is not None and launched:
-            others = _workers(launch)
-        status = _guarded(argv, root, launch, others)
-    except LaunchFailure as error:
+        for each in extension.found().values():
+            if (worked := each.take_over(os.environ, root)) is not None:
+                return worked
+        others = extension.other_ranks(os.environ) or others
+        status = _guarded(argv, root, others)
+    except ConfigurationError as error:
         _remark(str(error))
         status = ExitStatus.USAGE_ERROR
     except (KeyboardInterrupt, SystemExit) as left:  # a signal, unless the arguments were wrong, or --help was given
@@ -71,19 +62,9 @@ def main(argv: Sequence[str], root: Path) -> ExitStatus:
     return status
 
 
-def _workers(launch: Launch) -> OtherRanks:
-    """The processes of all other ranks. Raises :class:`LaunchFailure`."""
-    from torch_fsdp_tests.dispatch.workers import Workers
-
+def _guarded(argv: Sequence[str], root: Path, others: OtherRanks) -> ExitStatus:
     try:
-        return Workers(launch)
-    except (OSError, RuntimeError) as error:
-        raise LaunchFailure(f"the other processes of the launch cannot be reached: {error}") from error
-
-
-def _guarded(argv: Sequence[str], root: Path, launch: Launch | None, others: OtherRanks) -> ExitStatus:
-    try:
-        run = options.parse(argv, os.environ, root, launch)
+        run = options.parse(argv, os.environ, root)
         with contextlib.ExitStack() as stack:
             for feature in () if run.output.is_plan or run.output.list_tests else run.features.values():
                 stack.enter_context(feature.running())
@@ -161,7 +142,7 @@ def _devices(run: RunTests, others: OtherRanks) -> DeviceSet:
     if run.execution.devices is not None and device_set.lendable is None:
         _remark("--devices has no effect on the CPU; use -j to set how many files run at a time")
     if others.world_size is not None:
-        return dataclasses.replace(device_set, names=(), variable=None)  # each rank takes its LOCAL_RANK's
+        return dataclasses.replace(device_set, names=(), variable=None)  # each rank takes one by itself
     if run.execution.jobs is not None and device_set.lendable is not None:
         return device_set.shared()
     if device_set.remark is not None:

@@ -21,8 +21,6 @@ from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.option_types import option_type, positive, whole_number
 from torch_fsdp_tests.dispatch.runtests import DEFAULT_DIRECTORY, REPORTS, Execution, Output, RunTests, Selection
 from torch_fsdp_tests.extension import Features, absolute
-from torch_fsdp_tests.processes import system
-from torch_fsdp_tests.processes.launcher import Launch
 from torch_fsdp_tests.settings import BACKEND_VARIABLE, DEVICE_VARIABLE, TIMEOUT_VARIABLE, ConfigurationError
 
 _Part = TypeVar("_Part")
@@ -263,10 +261,10 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path, launch: Launch | None = None) -> RunTests:
+def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path) -> RunTests:
     """The run that the arguments and upstream's environment variables describe.
 
-    Exits with :attr:`ExitStatus.USAGE_ERROR` and one sentence if they are wrong, or cannot be met under this launch.
+    Exits with :attr:`ExitStatus.USAGE_ERROR` and one sentence if they are wrong.
     ``root`` is the folder whose ``test`` is the default test directory. Test files get what follows the first ``--``.
     """
     dashes = list(argv).index("--") if "--" in argv else len(argv)
@@ -305,8 +303,7 @@ def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path, launc
         run = dataclasses.replace(run, features=_features(run, given, environment))
     except ConfigurationError as error:
         parser.error(str(error))
-    problem = _misplaced(run, parser) or _launch_problem(launch, run)
-    problem = problem or _problem(run, rerun_asked="rerun_disabled" in given)
+    problem = _misplaced(run, parser) or _problem(run, rerun_asked="rerun_disabled" in given)
     if problem is not None:
         parser.error(problem)
     return run
@@ -364,28 +361,6 @@ def _problem(run: RunTests, rerun_asked: bool) -> str | None:
         if (problem := feature.problem(run)) is not None:
             return problem
     return None if output.list_files or output.dry_run else _unwritable(run)
-
-
-def _launch_problem(launch: Launch | None, run: RunTests) -> str | None:
-    """A sentence that says which option cannot be used under this launcher and why, or None."""
-    if launch is None:
-        return None
-    if not system.can_fork():
-        return "a launcher can only be used on Linux, where a process that has imported torch may fork"
-    execution = run.execution
-    if (execution.jobs or 1) > 1:
-        return (
-            f"-j {execution.jobs}: under a launcher files run one after the other, over all ranks; leave the option out"
-        )
-    if execution.devices is not None:
-        return "--devices: under a launcher every rank takes the device of its LOCAL_RANK; leave the option out"
-    for feature in run.features.values():
-        if feature.needs_local_ranks(launch.one_host):
-            return feature.needs_local_ranks(launch.one_host)
-    if (execution.ranks or 1) > launch.world_size:
-        words = f"--ranks {execution.ranks}: the launcher made only {launch.world_size}"
-        return f"{words}; let it make more, or ask for fewer"
-    return None
 
 
 def _unwritable(run: RunTests) -> str | None:

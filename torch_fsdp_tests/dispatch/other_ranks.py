@@ -1,6 +1,6 @@
-"""The other ranks of a launch, at which files also run. This module has the usual case: there are none.
+"""The processes besides this one in which files run for some of their ranks. Here is the usual case: there are none.
 
-Under a launcher they are :class:`~torch_fsdp_tests.dispatch.workers.Workers`.
+An extension may know some (:meth:`torch_fsdp_tests.extension.Extension.other_ranks`).
 """
 
 from __future__ import annotations
@@ -13,32 +13,24 @@ from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.runtests import RunTests
 
 if TYPE_CHECKING:  # a plan starts no process
-    from torch_fsdp_tests.dispatch.hosts import Hosts
     from torch_fsdp_tests.processes.children import Children
 
 
 class OtherRanks:
     """No other ranks, so most methods have nothing to do."""
 
-    world_size: int | None = None  # of the launch
-    lost: str | None = None  # a sentence about the first process of the launch that is gone
+    world_size: int | None = None  # how many ranks there are with rank 0; None for as many as a test wants
+    lost: str | None = None  # a sentence about the first process that is gone, without which the run cannot continue
     lost_process = ""  # the name of this process
-    lost_host = ""  # its host
     signals: Sequence[int] = ()  # received by other ranks
 
     # --- before the first file ---
 
     def gather(self, run: RunTests, device: str) -> None:
-        """Wait until all processes have connected. Raises :class:`LaunchFailure` if they cannot run the suite together.
+        """Wait until all processes have connected. Raises ``ConfigurationError`` if they cannot run the suite together.
 
         ``device`` is the type of the devices under test.
         """
-
-    def hosts(self) -> Hosts:
-        """Return the hosts, if a launcher made the ranks."""
-        from torch_fsdp_tests.dispatch.hosts import Hosts  # imported late, because a plan has no results
-
-        return Hosts()
 
     def watch(self, children: Children) -> None:
         """Handle messages of other ranks from now on, while the ``children`` are waited for."""
@@ -76,7 +68,3 @@ class OtherRanks:
 
     def dismiss(self, status: ExitStatus) -> None:
         """Let all other processes exit with this status, after this one."""
-
-
-class LaunchFailure(RuntimeError):
-    """The processes of the launch cannot run the suite together. The message says why, in sentences."""

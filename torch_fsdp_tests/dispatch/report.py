@@ -61,8 +61,6 @@ def as_json(results: Results) -> dict[str, Any]:
         "num_shards": run.selection.num_shards,
         "seconds": round(results.seconds, 3),
         "slots": list(results.slots),
-        "hosts": results.hosts.to_json(),
-        "lost": results.lost,
         "exit_code": results.exit_code(),
         "passed": counts[State.PASSED],
         "failed": counts[State.FAILED],

@@ -2,8 +2,7 @@
 
 It runs FILE like ``python FILE ARGUMENTS``, and reports the tests to the dispatcher. This works for files that call
 plain ``unittest.main()`` and for files that call our ``run_tests()``. ORDERS is a JSON file of the dispatcher. It says
-which tests to leave out, and in what order to run the rest; :class:`Orders` describes it. With the first argument
-:data:`RANK_PROCESS` it is the process of another rank of a launch.
+which tests to leave out, and in what order to run the rest; :class:`Orders` describes it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import unittest
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 from torch_fsdp_tests import extension, installation, settings, world_sizes
 from torch_fsdp_tests.dispatch import keywords
@@ -29,8 +28,6 @@ from torch_fsdp_tests.dispatch.plan import ShardedTest, positions_of
 from torch_fsdp_tests.dispatch.runtests import DEFAULT_DIRECTORY, RunTests
 from torch_fsdp_tests.processes import foreign, leaks, messages, system
 from torch_fsdp_tests.verdict import Reason, SkipKind, events, in_one_line, returned, stream
-
-RANK_PROCESS = "--rank-process"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +228,7 @@ def install(orders: Orders) -> FileRun:
     return run
 
 
-def _below(trace: TracebackType | None, file: str) -> TracebackType | None:
+def from_file_on(trace: TracebackType | None, file: str) -> TracebackType | None:
     """Return the traceback from the first frame in the test file on, or all of it if the file is not in it."""
     inner = trace
     while inner is not None and inner.tb_frame.f_code.co_filename != file:
@@ -241,8 +238,6 @@ def _below(trace: TracebackType | None, file: str) -> TracebackType | None:
 
 def main(argv: Sequence[str]) -> None:
     """Run the file, and exit with the file's exit status."""
-    if argv[0] == RANK_PROCESS:
-        _run_rank_process(*argv[1:])
     file, orders_path, *arguments = argv
     orders = messages.decode(Path(orders_path).read_bytes(), [Orders])
     system.die_with_parent(orders.dispatcher)
@@ -253,7 +248,7 @@ def main(argv: Sequence[str]) -> None:
     for each in extension.in_tests(os.environ):
         each.start(orders.part.name)
     run = install(orders)
-    _become(file, arguments[arguments[:1] == ["--"] :], orders.test_directory)
+    become(file, arguments[arguments[:1] == ["--"] :], orders.test_directory)
     try:
         runpy.run_path(file, run_name="__main__")
     except SystemExit as left:
@@ -265,7 +260,7 @@ def main(argv: Sequence[str]) -> None:
         if events.skips_file(error) and not run.happened:
             events.skip_file(str(error))
             sys.exit(0)
-        trace = _below(error.__traceback__, file)
+        trace = from_file_on(error.__traceback__, file)
         if isinstance(error, SyntaxError) and trace is error.__traceback__:
             trace = None  # all its frames belong to the machinery that read the file
         text = "".join(traceback.format_exception(type(error), error, trace))
@@ -283,7 +278,7 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(f"{os.path.basename(file)}: {words}")
 
 
-def _become(file: str, arguments: Sequence[str], directory: Path) -> None:
+def become(file: str, arguments: Sequence[str], directory: Path) -> None:
     """Set ``sys.argv`` and ``sys.path`` as ``python FILE ARGUMENTS`` does.
 
     Files of another test directory also find the packages around it, before those of this checkout, as with pytest.
@@ -308,24 +303,6 @@ def _add_to_path(folder: Path, place: int) -> None:
     """Let files import from a folder, but not from a source tree of PyTorch, which would hide the installed one."""
     if not (folder / "torch" / "__init__.py").is_file():
         sys.path.insert(place, str(folder))
-
-
-def _run_rank_process(worker: str, file: str, *arguments: str) -> NoReturn:
-    """Run the file like its process at rank 0, and follow that process. The file's tests do not run here."""
-    system.die_with_parent(int(worker))
-    faulthandler.enable()
-    faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
-    _become(file, arguments, Path.cwd())
-    try:
-        runpy.run_path(file, run_name="__main__")
-    except BaseException as error:
-        if events.skips_file(error):
-            sys.exit(0)
-        if not isinstance(error, Exception):
-            raise
-        traceback.print_exception(type(error), error, _below(error.__traceback__, file))
-        sys.exit(1)
-    sys.exit(f"{os.path.basename(file)}: the file ended without following rank 0: its last lines must call run_tests()")
 
 
 if __name__ == "__main__":

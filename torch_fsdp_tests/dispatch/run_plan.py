@@ -41,7 +41,7 @@ def make(
     narrowed: Narrowed,
     device_set: DeviceSet,
 ) -> RunPlan:
-    """Plan a run on this machine, or of a launch with this ``world_size``."""
+    """Plan a run. With a ``world_size`` there are that many ranks, and files run one after the other."""
     selection = narrowed.tests
     known = times.load(run.execution.test_times, os.environ)
     ranks = world_sizes.planned(run.execution.ranks, world_size)

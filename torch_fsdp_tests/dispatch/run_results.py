@@ -12,7 +12,6 @@ from torch_fsdp_tests.dispatch import keywords
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.expectations import Entry
 from torch_fsdp_tests.dispatch.file_result import FileResult
-from torch_fsdp_tests.dispatch.hosts import Hosts
 from torch_fsdp_tests.dispatch.runtests import RunTests
 from torch_fsdp_tests.verdict import Scope, State, TestResult, tally
 
@@ -30,19 +29,16 @@ class Results:
     remarks: list[str] = dataclasses.field(default_factory=list)
     under_test: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # expected, until a file reports the facts
     slots: Sequence[str] = ()
-    hosts: Hosts = dataclasses.field(default_factory=Hosts)  # of a launch
-    lost: str | None = None  # a description of the first process of the launch that is gone
+    broken: str | None = None  # why the run could not continue
     written: Sequence[str] = ()  # what the run left in the folder of the suite's tests
 
     def take(self, file: FileResult) -> None:
         """Add the result of a file."""
-        for test in file.tests():
-            self.hosts.take(test)
         self.files.append(file)
 
     def is_ended(self) -> bool:
         """Whether nothing more can be run, or nothing was."""
-        return self.lost is not None or self.signal is not None or bool(self.unknown()) or not self.executed
+        return self.broken is not None or self.signal is not None or bool(self.unknown()) or not self.executed
 
     def tests(self) -> Iterator[tuple[FileResult, TestResult]]:
         """The result of each test that counts, with its file."""
@@ -167,12 +163,18 @@ class Results:
         return [f"{path} {words}{whiles.get(path, '')}" for path in self.written]
 
     def exit_code(self) -> ExitStatus:
-        if self.lost is not None:
+        status = self._status()
+        for feature in self.run.features.values():
+            status = feature.status(status)
+        return status
+
+    def _status(self) -> ExitStatus:
+        if self.broken is not None:
             return ExitStatus.BROKEN
         if self.signal is not None:
             return ExitStatus(128 + self.signal)  # as shells number it
         if self.failed or (self.run.execution.fail_on_flaky and self.flaky()):
-            return ExitStatus.HOST if self.hosts.has_suspect() else ExitStatus.FAILED
+            return ExitStatus.FAILED
         if self.written:
             return ExitStatus.FAILED
         if self.unknown():

@@ -102,9 +102,7 @@ class Runner:
     def _no_results(self) -> Results:
         planned = self._planned
         under_test = devices.under_test(planned.device_set, self._run, planned.ranks)
-        results = Results(self._run, planned.entries, under_test=under_test, slots=planned.slots)
-        results.hosts = self._others.hosts()
-        return results
+        return Results(self._run, planned.entries, under_test=under_test, slots=planned.slots)
 
     def run(self) -> Results:
         """Run all jobs. The results have everything that finished, no matter how the run ended."""
@@ -174,7 +172,7 @@ class Runner:
         self._running[started.child.pid] = (started, waiting)
 
     def _check_others(self) -> None:
-        """Handle what has happened at the other ranks of a launch."""
+        """Handle what has happened in the processes of other ranks."""
         others = self._others
         for running, _ in self._running.values():
             if not running.child.is_gone:
@@ -186,11 +184,10 @@ class Runner:
             self._conclude(*self._ended.pop(0))
 
     def _handle_loss(self) -> None:
-        """End the run if a process of the launch is gone."""
+        """End the run if a process of other ranks is gone."""
         others = self._others
-        if others.lost is not None and self.results.lost is None:
-            self.results.lost = others.lost
-            self.results.hosts.lose(others.lost_host)
+        if others.lost is not None and self.results.broken is None:
+            self.results.broken = others.lost
             self._tell(stages.Said(others.lost))
             self._stopping = True
             self._stop_all(ProcessEnd(EndKind.LOST, others.lost_process))
@@ -206,7 +203,7 @@ class Runner:
         due = min(self._slow_at(running) for running, _ in self._running.values())
         due = min(due, self._now() + REFRESH) + self._epoch
         ended = [(child.pid, status) for child, status in self._children.wait(min(due, self._others.due()))]
-        self._handle_loss()  # before the signal that a launcher sends because of it
+        self._handle_loss()  # before a signal that comes because of it
         self._handle_signals()
         if ended:
             self._ended += ended
@@ -244,7 +241,7 @@ class Runner:
         signals = self._children.signals
         elsewhere, self._others.signals = self._others.signals, []
         if not signals and self.results.signal is None:
-            signals += elsewhere[:1]  # a launcher signals all its processes; that does not count as a second request
+            signals += elsewhere[:1]  # all processes got it; that does not count as a second request
         while signals:
             number = signals.pop(0)
             if self._stopping and self.results.signal is not None:

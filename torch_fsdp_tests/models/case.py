@@ -31,7 +31,7 @@ from torch_fsdp_tests.models.configurations import COMBINED, Arithmetic, Configu
 from torch_fsdp_tests.models.explaining import Explanation, explaining
 from torch_fsdp_tests.models.plain import PlainTraining, Tensors, Unit
 from torch_fsdp_tests.models.sharded import ShardedTraining, sharded
-from torch_fsdp_tests.ranks import RankGroup, RanksErred, RanksFailed, is_launched
+from torch_fsdp_tests.ranks import RankGroup, RanksErred, RanksFailed, are_made
 from torch_fsdp_tests.verdict import State, Verdict, events
 
 __unittest = True
@@ -213,10 +213,10 @@ class ModelTestCase(FSDPTestContinuous):
 
     @classmethod
     def _ensure_ranks(cls, world_size: int, load: bool = False) -> None:
-        """Keep the ranks of each role: other processes load than train. A launcher has only one set of ranks."""
+        """Keep the ranks of each role: other processes load than train. Ranks that something else made are one set."""
         role = world_size, load
         if cls._group is not None and role != cls._role:
-            if is_launched():
+            if are_made():
                 cls._end_group()
             else:
                 cls._idle[cls._role], cls._group = cls._group, None

@@ -1,4 +1,4 @@
 """The one engine that starts, watches and ends processes, and how processes talk.
 
-Nothing here knows what a test is, and nothing imports torch, except to open a launcher's store.
+Nothing here knows what a test is, and nothing imports torch.
 """

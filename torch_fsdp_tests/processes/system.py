@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import dataclasses
 import io
+import ipaddress
 import os
 import signal
 import socket
@@ -131,6 +132,14 @@ def allow_open_files(number: int) -> None:
 def loopback_interface() -> str:
     """The name of the network interface on which the ranks of one machine meet."""
     return "lo" if LINUX else "lo0"
+
+
+def is_loopback(address: str) -> bool:
+    """Whether a written address is that of the loopback interface."""
+    try:
+        return address == "localhost" or ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
 
 
 def address_of(interface: str) -> str:

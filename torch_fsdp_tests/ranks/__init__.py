@@ -20,15 +20,13 @@ from typing import Any
 
 import torch
 
+from torch_fsdp_tests import extension
 from torch_fsdp_tests.device import accelerator, machine
 from torch_fsdp_tests.device.accelerator import Accelerator
-from torch_fsdp_tests.processes import launcher
 from torch_fsdp_tests.processes.leaks import Belongings
 from torch_fsdp_tests.ranks import group as _group
-from torch_fsdp_tests.ranks import launched as _launched
 from torch_fsdp_tests.ranks import rank as _rank
-from torch_fsdp_tests.ranks.group import COLLECTIVE_TIMEOUT_FRACTION, RankGroup
-from torch_fsdp_tests.ranks.launched import conclude, is_launched, is_worker, start_ranks
+from torch_fsdp_tests.ranks.group import COLLECTIVE_TIMEOUT_FRACTION, RankGroup, start_ranks
 from torch_fsdp_tests.ranks.outcome import HarnessError, RanksErred, RanksFailed, Verdict, capture, judge
 from torch_fsdp_tests.ranks.rank import Assignment, in_rank, register
 from torch_fsdp_tests.ranks.server import close_server, forks_work, living_server
@@ -38,11 +36,21 @@ from torch_fsdp_tests.verdict import events
 def prepare() -> None:
     """Prepare for ranks before this process runs its first test. This is cheap; a second call does nothing.
 
-    It also does nothing in a rank, or in a process without a test class with ranks. If a launcher made this process for
-    a rank other than 0, this function does not return: it follows rank 0, and exits when rank 0 says so.
+    It also does nothing in a rank, or in a process without a test class with ranks. In a process
+    that follows another one (see :class:`.Place`), this function does not return.
     """
-    if not in_rank() and (_has_test_classes() or launcher.current() is not None):
+    if not in_rank() and (_has_test_classes() or extension.place().world_size is not None):
         _prepare_once()
+
+
+def are_made() -> bool:
+    """Whether something else has made the ranks, so that this process cannot start others."""
+    return extension.place().world_size is not None and not in_rank()
+
+
+def follows() -> bool:
+    """Whether this process runs no tests, but follows the one that does."""
+    return extension.place().follows and not in_rank()
 
 
 def _has_test_classes() -> bool:
@@ -53,16 +61,16 @@ def _has_test_classes() -> bool:
 @functools.cache
 def _prepare_once() -> None:
     has_test_classes = _has_test_classes()
-    _launched.take_variables()
+    extension.place().prepare()
     device = accelerator.current_or_none()  # computed here, so that the server and its ranks inherit the answer
     if has_test_classes and device is not None:
         forks_work()  # tries it, before anything else happens in this process
     if has_test_classes:
-        living_server()  # before the launcher's store is opened, which may start threads
+        living_server()  # before the place begins, which may start threads
     if device is not None:
         _record_facts(device)  # torch's description of itself starts the driver of some devices
     atexit.register(_close)
-    _launched.begin()
+    extension.place().begin()
     _take_sigterm()
 
 

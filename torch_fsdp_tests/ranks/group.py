@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from torch_fsdp_tests import settings
+from torch_fsdp_tests import extension, settings
 from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.processes.messages import MessageError
 from torch_fsdp_tests.ranks import protocol
@@ -38,7 +38,7 @@ assert STACKS_QUIET < STACKS_LIMIT < GRACE < SKIP_GRACE and COLLECTIVE_TIMEOUT_F
 
 
 class Transport(Protocol):
-    """How a group reaches its processes: on this machine, or where a launcher started them."""
+    """How a group reaches its processes: on this machine, or where an extension says they are."""
 
     file_name: str  # where the ranks meet
     selector: selectors.DefaultSelector  # readable when something may have arrived
@@ -462,6 +462,15 @@ class RankGroup:
         if self in active:
             active.remove(self)
             self._collect(close=True)
+
+
+def start_ranks(cls: type, test: str | None, world_size: int, *, at_once: bool = True) -> RankGroup:
+    """Start the ranks of one test as processes: at their place if there are any, else new ones here.
+
+    If not ``at_once``, :meth:`RankGroup.start` starts new ranks. Those of a place always start at once.
+    """
+    transport = extension.place().transport()
+    return RankGroup(cls, test, world_size, transport=transport, at_once=at_once or transport is not None)
 
 
 active: list[RankGroup] = []  # groups that are not closed yet

@@ -1,16 +1,14 @@
 """The messages between the processes of a test, grouped by their sender.
 
 The *processes* of a group are numbered from 0. Each process runs the rank of the same number, or all ranks as threads.
-A rank reports its test as a :class:`.RankResult`. Times (``at``) are seconds of ``time.monotonic()``. Rank 0 converts
-those of other machines to its own clock.
+A rank reports its test as a :class:`.RankResult`. Times (``at``) are seconds of ``time.monotonic()`` on
+the machine of the test process.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import get_args
 
-from torch_fsdp_tests.processes.peers import Dismiss
 from torch_fsdp_tests.verdict import RankResult
 
 
@@ -195,29 +193,7 @@ class End:
 REQUESTS = (Start, Signal, End)
 
 
-# --- between the processes that a launcher made: rank 0 and the others ------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class StartRank:
-    """Start the rank of this launched process, with the test's changes to the environment of rank 0.
-
-    ``local_ranks`` are the local ranks of all ranks of the test.
-    """
-
-    task: Task
-    file_name: str
-    local_ranks: tuple[int, ...]
-    one_host: bool
-    changed: dict[str, str]
-    removed: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Collect:
-    """Send the rank's output and what it left behind. With ``close``, wait until nothing of the rank is left."""
-
-    close: bool
+# --- what a group collects from where its processes are ---------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,11 +207,7 @@ class Remains:
 
 @dataclasses.dataclass(frozen=True)
 class Collected:
-    """The answer to :class:`Collect`."""
+    """The output of processes, and the commands of processes that they have left running."""
 
     remains: tuple[Remains, ...] = ()
     leaks: tuple[str, ...] = ()
-
-
-TO_WORKER = (*get_args(Order), StartRank, Collect, Dismiss)
-FROM_WORKER = (*get_args(Event), Collected)

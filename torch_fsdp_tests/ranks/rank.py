@@ -26,9 +26,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from torch_fsdp_tests import extension
 from torch_fsdp_tests.processes import foreign, messages, system
 from torch_fsdp_tests.processes.messages import Connection
-from torch_fsdp_tests.ranks import rendezvous
 from torch_fsdp_tests.ranks.protocol import TO_RANK, Leaked, Leaving, Raised, RunTest, Start, Waits
 from torch_fsdp_tests.verdict import RankResult, events
 
@@ -141,7 +141,7 @@ def main(request: Start, index: int, channel: int, last_words: int, server: int)
         _settle(request, index, last_words, server)
         target = find(request.task.module, request.task.qualname)
         assignment = Assignment(request, index, Connection(socket.socket(fileno=channel), TO_RANK))
-        rendezvous.join(assignment.file_name, index, assignment.world_size)
+        extension.enter_rank(assignment.file_name, index, assignment.world_size)
         target._serve_rank(assignment)
         code = 0
         atexit._run_exitfuncs()

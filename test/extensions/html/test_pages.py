@@ -10,15 +10,17 @@ import subprocess
 import sys
 import tempfile
 import unittest
+import unittest.mock
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "dispatch"))
 
-from little_results import a_file, a_report, a_test, report_of, two_hosts
+from little_results import a_file, a_report, a_test, report_of
 from trees import Balanced, TreeCase, body, fits, schema
 
+from torch_fsdp_tests import extension
 from torch_fsdp_tests.defects.command import versions_page
 from torch_fsdp_tests.dispatch import page as page_parts
 from torch_fsdp_tests.extensions.html import html_report
@@ -140,13 +142,29 @@ class TestContent(unittest.TestCase):
             (a_report(exit_code=143), ": <span class=bad>terminated</span>"),
             (a_report(exit_code=3), ": <span class=bad>incomplete</span>"),
             (a_report(exit_code=9), ": <span class=bad>exit status 9</span>"),
-            (a_report(hosts=two_hosts()), "host-a (ranks 0-1), host-b (rank 2)"),
-            (a_report(hosts=two_hosts()), "<li>host-b is suspect: 1 failure began there"),
-            (a_report(hosts=two_hosts(), exit_code=4), ": <span class=bad>failed on one host</span>"),
+            (a_report(exit_code=4), ": <span class=bad>failed on one host</span>"),
             (a_report(device="abacus", device_count=8), "8 abacus devices"),
         ):
             with self.subTest(words):
                 self.assertTrue(words in html_report.render(data))
+
+    def test_tables_of_other_extensions(self):
+        class Extending(extension.Extension):
+            def tables(self, data: Mapping[str, Any]) -> Sequence[extension.Table]:
+                rows = [("<a>", "1", "50%"), ("b", "", "ok")]
+                return [extension.Table("Beads", f"of {data['host']}", ("bead", "n", "share"), rows, ["b & c"])]
+
+        with unittest.mock.patch.object(extension, "found", lambda: {"beads": Extending()}):
+            page = html_report.render(a_report())
+        for words in (
+            "Beads",
+            "of machine-1",
+            '<th class="n">n</th>',
+            '<th class="">share</th>',
+            "&lt;a&gt;",
+            "<li>b &amp; c",
+        ):
+            self.assertIn(words, page)
 
     def test_a_fixture_is_no_test(self):
         fixture = a_test("T.tearDownClass", State.ERROR) | {"scope": "class"}

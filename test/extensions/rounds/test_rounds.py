@@ -138,7 +138,7 @@ class TestFold(unittest.TestCase):
             (failed, False, {}, True),
             (nothing, True, {}, True),
             (passed, True, {"signal": signal.SIGINT}, True),
-            (passed, True, {"lost": "rank 1"}, True),
+            (passed, True, {"broken": "rank 1 is gone"}, True),
         ):
             with self.subTest(file=file, keep_going=keep_going, more=more):
                 run = RunTests(Selection(Path(), Path()), Execution(keep_going=keep_going))

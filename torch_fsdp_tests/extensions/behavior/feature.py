@@ -68,10 +68,10 @@ class Behavior(Feature):
             return "--fail-on-difference can only be used with --against-behavior or --compare-behavior"
         return None
 
-    def needs_local_ranks(self, one_host: bool) -> str | None:
-        if self._asked.compare_behavior or not one_host:
-            return "behavior is recorded on one machine, and compared without a launcher"
-        return None
+    def needs_own_ranks(self, one_host: bool) -> str | None:
+        if self._asked.compare_behavior:
+            return "--compare-behavior compares only the ranks that this run starts"
+        return None if one_host else "behavior is recorded on one machine"
 
     def writes(self) -> Mapping[str, Path]:
         path = self._asked.record_behavior

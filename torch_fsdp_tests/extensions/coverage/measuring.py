@@ -38,8 +38,8 @@ class Coverage(Feature):
         missing = missing_package()
         return missing and f"--coverage needs {missing}"
 
-    def needs_local_ranks(self, one_host: bool) -> str | None:
-        return "--coverage does not measure the processes of a launcher; run it without one"
+    def needs_own_ranks(self, one_host: bool) -> str | None:
+        return "--coverage measures only the ranks that this run starts"
 
     def writes(self) -> Mapping[str, Path]:
         return {"--coverage": self._run.reports}

@@ -5,20 +5,22 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from torch_fsdp_tests import extension
 from torch_fsdp_tests.check import models_table
 from torch_fsdp_tests.device import machine
 from torch_fsdp_tests.device.capabilities import CAPABILITIES
-from torch_fsdp_tests.dispatch import hosts as host_verdicts
 from torch_fsdp_tests.dispatch import page
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.features import features_of
 from torch_fsdp_tests.dispatch.file_result import EndKind, ProcessEnd
 from torch_fsdp_tests.dispatch.page import Row, Section
 from torch_fsdp_tests.dispatch.report import tests_in
+from torch_fsdp_tests.extension import Table
 from torch_fsdp_tests.processes.messages import from_data
 from torch_fsdp_tests.verdict import (
     COUNTED,
@@ -31,11 +33,11 @@ from torch_fsdp_tests.verdict import (
     describe,
     plural,
     rank_rows,
-    ranks_in_words,
     seconds,
     tally,
 )
 
+_NUMBER = re.compile(r"[\d.]*%?")  # a cell that is one, or empty
 _SLOWEST = 15
 _REASONS = 1  # reasons of a feature that are shown without a click
 
@@ -165,12 +167,6 @@ def _tests_of(file: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [test for test in file["tests"] if test["scope"] == Scope.TEST]
 
 
-def hosts(data: Mapping[str, Any]) -> str:
-    """List the machines, each with its ranks if a launcher distributed them."""
-    names = (f"{name} ({ranks_in_words(host['ranks'])})" for name, host in data.get("hosts", {}).items())
-    return ", ".join(names) or data["host"]
-
-
 def _place(failure: Mapping[str, Any]) -> str:
     """Where a test failed, such as ``rank 3 on host-b``. Empty if it has no ranks."""
     on = f" on {failure['host']}" if failure["host"] else ""
@@ -201,8 +197,7 @@ def facts(data: Mapping[str, Any]) -> dict[str, str]:
         "device": device,
         "backend": data["backend"],
         "ranks": ranks,
-        "hosts": hosts(data),
-        "lost": data.get("lost"),
+        "host": data["host"],
         "suite": f"{suite['version']} ({suite['commit']})" if suite["commit"] else suite["version"],
         "Python": data["python"],
         "system": data["system"],
@@ -385,21 +380,18 @@ def _rounds(data: Mapping[str, Any]) -> str:
     return page.table([("test", ""), ("rounds", "c"), ("failures", "")], rows, stack=True)
 
 
-def _hosts(data: Mapping[str, Any]) -> str:
-    """Show the verdict on each host, if a launcher spread the ranks over several."""
-    table = data.get("hosts", {})
-    if len(table) < 2:
-        return ""
-    titles, *lines = host_verdicts.rows(table)
-    kinds = ["", "c", *["n"] * (len(titles) - 3), "c"]
-    cells = [[page.text(cell) for cell in line] for line in lines]
-    words = [*host_verdicts.conclusions(table), *host_verdicts.differences(table)]
-    listed = f"<ul>{''.join(f'<li>{page.text(each)}</li>' for each in words)}</ul>" if words else ""
-    about = (
-        "The tests with ranks on each host, by what its ranks did. A failure began on a host if only its ranks went "
-        "wrong by themselves. Time is the share of the CPU time of all ranks."
-    )
-    return f"<p class=dim>{about}</p>{page.table(list(zip(titles, kinds, strict=True)), cells)}{listed}"
+def _of_extensions(data: Mapping[str, Any]) -> list[Section]:
+    """Show the tables that other extensions have of their parts of the data."""
+    tables = [each for known in extension.found().values() for each in known.tables(data)]
+    return [Section(each.title, _shown(each)) for each in tables]
+
+
+def _shown(table: Table) -> str:
+    kinds = ["n" if all(map(_NUMBER.fullmatch, cells)) else "" for cells in zip(*table.rows, strict=True)]
+    cells = [[page.text(cell) for cell in row] for row in table.rows]
+    listed = "".join(f"<li>{page.text(each)}</li>" for each in table.sentences)
+    about = f"<p class=dim>{page.text(table.about)}</p>"
+    return f"{about}{page.table(list(zip(table.titles, kinds)), cells)}{f'<ul>{listed}</ul>' if listed else ''}"
 
 
 def _known_failures(data: Mapping[str, Any]) -> str:
@@ -514,7 +506,7 @@ def render(data: Mapping[str, Any]) -> str:
         Section("Models", models_table.html(models_table.of_run(tests_in(data)))),
         Section("Fixed defects", defects_table(data["fixed_defects"]), has_items=True),
         Section("Failures", _failures(data), present["failed"], has_items=True),
-        Section("Hosts", _hosts(data)),
+        *_of_extensions(data),
         Section("Rounds", _rounds(data), has_items=True),
         Section("Known failures", _known_failures(data), present["known failure"], has_items=True),
         Section("Flaky", _flaky(data)),

@@ -35,9 +35,8 @@ class Reach(Feature):
             return "--map can only be used with --reaching, --changed or --save-map"
         return None
 
-    def needs_local_ranks(self, one_host: bool) -> str | None:
-        words = "--save-map does not measure the processes of a launcher; run it without one"
-        return words if self._asked.save_map else None
+    def needs_own_ranks(self, one_host: bool) -> str | None:
+        return "--save-map measures only the ranks that this run starts" if self._asked.save_map else None
 
     def writes(self) -> Mapping[str, Path]:
         return {"--save-map": self._asked.save_map.parent} if self._asked.save_map else {}

@@ -48,7 +48,7 @@ class Rounds(Feature):
             self.number, start = number, time.monotonic()
             self._counts.clear()
             self._last = last = once()
-            is_complete = not last.not_started and last.signal is None and last.lost is None
+            is_complete = not last.not_started and last.signal is None and last.broken is None
             self.complete += is_complete
             now = time.monotonic()
             say(self._line(now - start, now - began, is_complete))

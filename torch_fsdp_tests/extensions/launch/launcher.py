@@ -1,7 +1,7 @@
 """Finds out whether a launcher has made the ranks: torchrun, srun, or another one with torchrun's variables.
 
-This module only has the rule. :mod:`torch_fsdp_tests.ranks.launched` has what such ranks do for one test file, and
-:mod:`torch_fsdp_tests.dispatch.workers` what they do for a run of many files. The process belongs to a launch
+This module only has the rule. :mod:`.launched` has what such ranks do for one test file, and :mod:`.workers` what they
+do for a run of many files. The process belongs to a launch
 
 - if torchrun's own ``TORCHELASTIC_RUN_ID`` is set, and so are the five variables of every launcher
   (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ``MASTER_PORT``), or
@@ -15,12 +15,12 @@ Any other set of variables counts as left in the shell by an earlier program, an
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import re
 from collections.abc import Mapping
 
-from torch_fsdp_tests.settings import LAUNCHED_VARIABLE, ConfigurationError
+from torch_fsdp_tests.extensions.launch import LAUNCHED_VARIABLE
+from torch_fsdp_tests.settings import ConfigurationError
 
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -119,12 +119,6 @@ def first_host(nodes: str) -> str:
     """Return the first name in a Slurm list, such as ``a1`` in ``a[1-3,5],b7``."""
     match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[0] if match else "")
-
-
-@functools.cache
-def current() -> Launch | None:
-    """The launch of this process, according to its environment at the first call."""
-    return from_environment(os.environ)
 
 
 def forget_variables() -> None:

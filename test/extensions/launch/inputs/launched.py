@@ -1,21 +1,26 @@
 """A test file for test_launched.py. Torchrun runs it, and discovery does not find it."""
 
 import os
+import sys
 import time
 import unittest
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from meeting import ends_together
 from torch.distributed import FileStore
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "harness" / "inputs"))
+
+from meeting import ends_together
 
 from torch_fsdp_tests.common_distributed import TIMEOUT_OVERRIDE, MultiProcessTestCase, requires
 from torch_fsdp_tests.common_fsdp import FSDPTest, FSDPTestContinuous, FSDPTestMultiThread
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.ranks.launched import LaunchedRanks
+from torch_fsdp_tests.extensions.launch.launched import LaunchedRanks
 from torch_fsdp_tests.ranks.local import LocalRanks
 from torch_fsdp_tests.ranks.protocol import AskForStacks, EndRanks, Task
 

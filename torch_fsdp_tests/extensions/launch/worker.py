@@ -1,8 +1,8 @@
 """The process that a launcher made for a rank other than 0, for the whole run.
 
 It connects to rank 0's dispatcher. When the dispatcher says that a test of a file needs this rank, it starts one
-process for the file. That process follows the file's process at rank 0 (:mod:`torch_fsdp_tests.ranks.launched`). The
-worker cleans up after a file and reports how the file ended. It does not select, plan or print anything.
+process for the file. That process follows the file's process at rank 0 (:mod:`.launched`). The worker
+cleans up after a file and reports how the file ended. It does not select, plan or print anything.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from typing import Any
 
 from torch_fsdp_tests import installation
 from torch_fsdp_tests.device import machine
-from torch_fsdp_tests.dispatch import devices, run_file, server_of_files
+from torch_fsdp_tests.dispatch import devices
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
-from torch_fsdp_tests.processes import peers, system
+from torch_fsdp_tests.extensions.launch import peers, rank_file
+from torch_fsdp_tests.extensions.launch.launcher import Launch
+from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.processes.children import Child, Children
-from torch_fsdp_tests.processes.launcher import Launch
 from torch_fsdp_tests.processes.program_server import Program
 
 PATIENCE = 3.0  # seconds for a file's process to leave by itself, after that of rank 0 is gone
@@ -182,14 +183,14 @@ class Worker:
     def _prepare(self, variables: Mapping[str, str]) -> None:
         """Start the fork server, with these variables more."""
         self._environment |= variables
-        self._children.start_server(["-m", server_of_files.__name__], self._environment, self._root)
+        self._children.start_server(["-m", rank_file.__name__, rank_file.SERVE], self._environment, self._root)
 
     def _start(self, order: StartFile) -> None:
         cwd = self._root / order.test_directory
         self._number, self._is_ending = order.number, False
         program = Program(
-            ["-m", run_file.__name__],
-            [run_file.RANK_PROCESS, str(os.getpid()), str(cwd / f"{order.name}.py"), *order.arguments],
+            ["-m", rank_file.__name__],
+            [str(os.getpid()), str(cwd / f"{order.name}.py"), *order.arguments],
             {**self._environment, **order.environment, **self._launch.variables(order.attempt)},
             cwd,
         )

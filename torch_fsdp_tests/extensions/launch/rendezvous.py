@@ -13,16 +13,22 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch_fsdp_tests.processes.launcher import Launch
-from torch_fsdp_tests.processes.peers import open_store
+from torch_fsdp_tests.extensions.launch import EXTENSION
+from torch_fsdp_tests.extensions.launch.launcher import Launch
+from torch_fsdp_tests.extensions.launch.peers import open_store
 
 _VARIABLE = "_TORCH_FSDP_TESTS_LAUNCH"
 
 
 def variables(launch: Launch, local_ranks: Sequence[int], rank: int) -> Mapping[str, str]:
-    """Return the environment variables that mark a rank process as a launched one."""
+    """Return the environment variables that mark a rank process as a launched one, which calls :func:`join`."""
     place = {"address": launch.address, "port": launch.port, "local_ranks": list(local_ranks)}
     return {_VARIABLE: json.dumps(place), "LOCAL_RANK": str(local_ranks[rank])}
+
+
+def among_extensions(names: str) -> str:
+    """Return the names of the extensions that work in a rank, with this one."""
+    return ",".join(dict.fromkeys([*filter(None, names.split(",")), EXTENSION.name]))
 
 
 def join(file_name: str, rank: int, world_size: int) -> None:

@@ -1,16 +1,23 @@
 """The verdict on each host of a launched run, from invented results of ranks."""
 
+import sys
 import unittest
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "dispatch"))
+
 from little_results import file_of
 
-from torch_fsdp_tests.dispatch import hosts
+from torch_fsdp_tests.dispatch import stages
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
-from torch_fsdp_tests.dispatch.hosts import Host, Hosts
 from torch_fsdp_tests.dispatch.run_results import Results
 from torch_fsdp_tests.dispatch.runtests import RunTests, Selection
+from torch_fsdp_tests.extension import Features
+from torch_fsdp_tests.extensions.launch import hosts
+from torch_fsdp_tests.extensions.launch.feature import Launched
+from torch_fsdp_tests.extensions.launch.hosts import Host, Hosts
+from torch_fsdp_tests.extensions.launch.launcher import Launch
 from torch_fsdp_tests.verdict import RankResult, State, TestResult
 
 MACHINE = {"cpu": "Beads", "instruction_sets": "AVX2", "memory": 8.0}
@@ -86,9 +93,16 @@ class TestVerdicts(unittest.TestCase):
             ((), ExitStatus.OK),
         ):
             with self.subTest(ranks):
-                results = Results(RunTests(Selection(Path(), Path())), hosts=two_hosts())
-                results.take(file_of(a_test(*ranks)))
+                launched = Launched(Launch(0, 4, 0, "a", 1), None)
+                launched.hosts = two_hosts()
+                results = Results(RunTests(Selection(Path(), Path()), features=Features(launch=launched)))
+                file = file_of(a_test(*ranks))
+                results.take(file)
+                launched.stage(stages.FileEnded(file, results))
                 self.assertEqual(results.exit_code(), expected)
+                data: dict[str, Any] = {}
+                launched.add_to_report(data, results)
+                self.assertEqual((data["hosts"].keys(), data["lost"]), ({"a", "b"}, None))
 
     def test_in_words(self):
         results = two_hosts()
@@ -108,6 +122,8 @@ class TestVerdicts(unittest.TestCase):
                 "b is suspect: 1 failure began there, and none on the other hosts",
             ],
         )
+        table = hosts.table({"hosts": data, "lost": "rank 0 is gone"})
+        self.assertEqual((table.rows[1][0], table.sentences[0]), ("b", "rank 0 is gone"))
         self.assertEqual(hosts.lines({"a": data["a"]}), [])
         self.assertEqual(hosts.lines({}), [])
 

@@ -13,7 +13,6 @@ like the launcher's store and the traffic between ranks. The secret keeps strang
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
 import json
 import os
 import secrets
@@ -24,8 +23,8 @@ from collections.abc import Collection, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from torch_fsdp_tests.extensions.launch.launcher import Launch
 from torch_fsdp_tests.processes import system
-from torch_fsdp_tests.processes.launcher import Launch
 from torch_fsdp_tests.processes.messages import Connection, MessageError, watch_for_loss
 
 if TYPE_CHECKING:
@@ -211,27 +210,19 @@ def own_address(launch: Launch) -> str:
     If all processes are on one machine, it is the loopback address. Otherwise it is the address of the interface that
     the user names for gloo, or that leads to the store, or that has the default route.
     """
-    if launch.one_host or _is_loopback(launch.address):
+    if launch.one_host or system.is_loopback(launch.address):
         return "127.0.0.1"
     named = system.address_of(os.environ.get(INTERFACE_VARIABLE, "").partition(",")[0])
     if named:
         return named
     for goal in (launch.address, _ELSEWHERE):
         source = _source_towards(goal)
-        if source and not _is_loopback(source):
+        if source and not system.is_loopback(source):
             return source
     raise NoWay(
         f"no address is known at which other machines can reach this one, because no network interface leads to "
         f"{launch.address}; name the interface in {INTERFACE_VARIABLE}"
     )
-
-
-def _is_loopback(address: str) -> bool:
-    """Whether a written address is that of the loopback interface."""
-    try:
-        return address == "localhost" or ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
 
 
 def _source_towards(goal: str) -> str:

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runs import INPUTS, ROOT, clean_environment, wait_until
+from runs import ROOT, clean_environment, wait_until
 
+INPUTS = Path(__file__).parent / "inputs"
 FILE = INPUTS / "launched_suite.py"
 LIMIT = 560  # seconds for a launch
 TEST_LIMIT = 120  # seconds for one of its tests
@@ -120,7 +121,7 @@ class SuiteRun:
     """
 
     def __init__(
-        self, files: Sequence[str], *nodes: Node, arguments: Sequence[str] = (), script: str = "impatient.py"
+        self, files: Sequence[str], *nodes: Node, arguments: Sequence[str] = (), script: str = "impatient_launch.py"
     ) -> None:
         self._scratch = Path(tempfile.mkdtemp(prefix="launched-suite-"))
         unittest.addModuleCleanup(shutil.rmtree, self._scratch, ignore_errors=True)

@@ -1,7 +1,7 @@
 """The dispatcher's side of a run under a launcher: its workers, which are the processes of all other ranks.
 
 If a launcher starts ``run_test.py``, the process of rank 0 is the dispatcher. The processes of the other ranks are
-workers (:mod:`torch_fsdp_tests.dispatch.worker`). Files run one after the other. A worker starts its part of a file
+workers (:mod:`.worker`). Files run one after the other. A worker starts its part of a file
 when one of the file's tests first needs the worker's rank, so unused ranks cost nothing.
 """
 
@@ -19,16 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from torch_fsdp_tests.device.machine import LIMIT
-from torch_fsdp_tests.dispatch import worker
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
-from torch_fsdp_tests.dispatch.hosts import Host, Hosts
-from torch_fsdp_tests.dispatch.other_ranks import LaunchFailure, OtherRanks
+from torch_fsdp_tests.dispatch.other_ranks import OtherRanks
 from torch_fsdp_tests.dispatch.runtests import RunTests
+from torch_fsdp_tests.extensions.launch import worker
+from torch_fsdp_tests.extensions.launch.hosts import Host, Hosts
+from torch_fsdp_tests.extensions.launch.launcher import Launch
+from torch_fsdp_tests.extensions.launch.peers import GATHER_LIMIT, Peer, Peers
 from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.processes.children import Children
-from torch_fsdp_tests.processes.launcher import Launch
 from torch_fsdp_tests.processes.messages import Connection, MessageError
-from torch_fsdp_tests.processes.peers import GATHER_LIMIT, Peer, Peers
+from torch_fsdp_tests.settings import ConfigurationError
 from torch_fsdp_tests.verdict import death, first_few, ranks_in_words
 
 END_LIMIT = 20.0  # seconds for a worker to end its part of a file
@@ -46,12 +47,25 @@ class _Part:
     over: worker.FileOver | None = None
 
 
+class LaunchFailure(ConfigurationError):
+    """The processes of the launch cannot run the suite together. The message says why, in sentences."""
+
+
+def reach(launch: Launch) -> Workers:
+    """The processes of all other ranks. Raises :class:`LaunchFailure`."""
+    try:
+        return Workers(launch)
+    except (OSError, RuntimeError) as error:
+        raise LaunchFailure(f"the other processes of the launch cannot be reached: {error}") from error
+
+
 class Workers(OtherRanks):
     """The processes of all other ranks, in order of rank."""
 
     def __init__(self, launch: Launch) -> None:
         self.launch, self.world_size = launch, launch.world_size
         self.signals: list[int] = []
+        self.lost_host = ""  # of the first process that is gone
         self._peers = Peers(launch, worker.ANSWERS)
         self._give_up = time.monotonic() + GATHER_LIMIT
         self._number = 0  # of the running file
@@ -75,6 +89,7 @@ class Workers(OtherRanks):
             raise LaunchFailure(f"{ranks_in_words(absent)} of the launch did not connect within {GATHER_LIMIT:g} s")
 
     def hosts(self) -> Hosts:
+        """The hosts, after all workers have connected."""
         ranks_of: dict[str, list[int]] = {socket.gethostname(): [0]}
         for rank, peer in sorted(self._peers.of_rank.items()):
             ranks_of.setdefault(peer.hello.host, []).append(rank)

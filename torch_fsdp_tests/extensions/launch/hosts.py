@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch_fsdp_tests.device import machine
+from torch_fsdp_tests.extension import Table
 from torch_fsdp_tests.verdict import RankResult, State, TestResult, by_cause, columns, first_few, plural, ranks_in_words
 
 
@@ -118,21 +119,33 @@ def _went_wrong_by_itself(rank: RankResult, first: RankResult) -> bool:
 def rows(hosts: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """A table of the hosts, the titles first. The hosts are as in ``report.json``."""
     titles = ("host", "ranks", *(did.value for did in HostResult), "began here", "time", "verdict")
-    table = [titles]
+    made = [titles]
     for name, host in hosts.items():
         share = "" if host["share"] is None else f"{host['share']:.0%}"
         ranks = ranks_in_words(host["ranks"]).partition(" ")[2]
         counts = (str(host[did.value]) for did in HostResult)
-        table.append((name, ranks, *counts, str(host["began"]), share, host["verdict"]))
-    return table
+        made.append((name, ranks, *counts, str(host["began"]), share, host["verdict"]))
+    return made
 
 
 def lines(hosts: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """The table as text, what differs between the hosts, and the suspect and lost ones. Empty for a single host."""
     if len(hosts) < 2:
         return []
-    table = [*columns(rows(hosts)), *differences(hosts)]
-    return ["hosts:", *(f"  {words}" for words in table), *conclusions(hosts)]
+    shown = [*columns(rows(hosts)), *differences(hosts)]
+    return ["hosts:", *(f"  {words}" for words in shown), *conclusions(hosts)]
+
+
+def table(data: Mapping[str, Any]) -> Table:
+    """What a page shows of a ``report.json``."""
+    hosts = data["hosts"]
+    titles, *shown = rows(hosts)
+    about = (
+        "The tests with ranks on each host, by what its ranks did. A failure began on a host if only its ranks went "
+        "wrong by themselves. Time is the share of the CPU time of all ranks."
+    )
+    lost = [data["lost"]] if data["lost"] else []
+    return Table("Hosts", about, titles, shown, [*lost, *conclusions(hosts), *differences(hosts)])
 
 
 def differences(hosts: Mapping[str, Mapping[str, Any]]) -> list[str]:

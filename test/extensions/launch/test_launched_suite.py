@@ -3,6 +3,10 @@
 import functools
 import re
 import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "harness"))
 
 from launches import LOST, PROCESS_DIES, RANKS_FAIL, TORCHRUN, WAITS, WELL, Node, SuiteRun
 

@@ -7,16 +7,24 @@ A launch of two nodes runs ``inputs/launched.py``. It has every fault but the lo
 import dataclasses
 import functools
 import re
+import sys
 import unittest.mock
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from launches import TORCHRUN, Launcher, left_after
-from runs import INPUTS, NAME, ROOT, assert_rejected, failures, outputs
+sys.path.insert(0, str(Path(__file__).parents[2] / "harness"))
 
-from torch_fsdp_tests import common_utils
+from launches import INPUTS, TORCHRUN, Launcher, left_after
+from runs import NAME, ROOT, assert_rejected, failures, outputs
+
+from torch_fsdp_tests import common_utils, extension
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.dispatch import options
-from torch_fsdp_tests.processes import launcher, system
+from torch_fsdp_tests.dispatch.runtests import RunTests, Selection
+from torch_fsdp_tests.extension import Feature, Features
+from torch_fsdp_tests.extensions.launch import EXTENSION, launcher
+from torch_fsdp_tests.extensions.launch.feature import Launched
+from torch_fsdp_tests.processes import system
 
 FILE = INPUTS / "launched.py"
 LIMIT = 300  # seconds for a launch
@@ -195,11 +203,19 @@ class TestRule(TestCase):
         cases = (
             (["-j", "2"], "one after the other"),
             (["--devices", "0"], "LOCAL_RANK"),
-            (["--coverage"], "without one"),
             (["--ranks", "5"], "the launcher made only 4"),
         )
-        parse = functools.partial(options.parse, environment=ELASTIC, root=ROOT, launch=launch_of(ELASTIC))
-        assert_rejected(self, parse, cases)
+        assert_rejected(self, functools.partial(options.parse, environment=ELASTIC, root=ROOT), cases)
+
+    def test_a_feature_that_needs_ranks_of_its_own_is_refused(self):
+        class Measuring(Feature):
+            def needs_own_ranks(self, one_host: bool) -> str | None:
+                return None if one_host else "--measure measures one machine"
+
+        for one_host, expected in ((True, None), (False, "--measure measures one machine; run it without a launcher")):
+            launched = Launched(launcher.Launch(0, 4, 0, "here", 1, one_host=one_host), None)
+            run = RunTests(Selection(ROOT, ROOT), features=Features(launch=launched, measuring=Measuring()))
+            self.assertEqual(launched.problem(run), expected)
 
     @parametrize(
         "wrong,words",
@@ -217,8 +233,8 @@ class TestRule(TestCase):
             launcher.from_environment(ELASTIC | wrong)
 
     def test_a_single_file_refuses_nonsense_in_a_sentence(self):
-        find_launch = functools.partial(launcher.from_environment, ELASTIC | {"RANK": "4"})
-        with unittest.mock.patch.object(launcher, "current", find_launch):
+        find_place = functools.partial(EXTENSION.place, ELASTIC | {"RANK": "4"})
+        with unittest.mock.patch.object(extension, "place", find_place):
             status, _, err = outputs(common_utils.main.run_tests, "test_x.py")
         self.assertEqual(status, 2)
         self.assertRegex(err, r"^test_x.py: RANK=4 of WORLD_SIZE=4 cannot be right; [^\n]*\n$")

@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torch_fsdp_tests.dispatch import worker
-from torch_fsdp_tests.processes import peers
+from torch_fsdp_tests.extensions.launch import peers, worker
 
 FOREVER = 1000  # seconds
 PLACES = {"join": (peers, "own_address"), "describe": (worker, "describe")}
@@ -28,4 +27,4 @@ def marked(*arguments: Any, **options: Any) -> Any:
 
 
 setattr(module, name, marked)
-runpy.run_path(str(Path(__file__).parents[3] / "run_test.py"), run_name="__main__")
+runpy.run_path(str(Path(__file__).parents[4] / "run_test.py"), run_name="__main__")

@@ -7,12 +7,12 @@ the process of rank 0, as on a single machine: a rank that dies fails only its o
 traceback. Only the death of a worker ends the file. That happens at once, and the report names the process.
 
 If the dispatcher runs the file, its processes at the other ranks start the workers, each when a test first needs its
-rank. Otherwise the launcher has started all. :mod:`torch_fsdp_tests.processes.peers` explains how they find rank 0.
+rank. Otherwise the launcher has started all. :mod:`.peers` explains how they find rank 0, and :class:`.LaunchedPlace`
+is what the core sees of this.
 """
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import os
 import selectors
@@ -20,20 +20,27 @@ import signal
 import sys
 import time
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
-from torch_fsdp_tests import settings
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.processes import launcher, system
-from torch_fsdp_tests.processes.peers import GATHER_LIMIT, INTERFACE_VARIABLE, Dismiss, Peer, Peers, in_time_of, join
-from torch_fsdp_tests.ranks import protocol, rendezvous
-from torch_fsdp_tests.ranks import rank as rank_side
+from torch_fsdp_tests.extensions.launch import LAUNCHED_VARIABLE, launcher, rendezvous
+from torch_fsdp_tests.extensions.launch.peers import (
+    GATHER_LIMIT,
+    INTERFACE_VARIABLE,
+    Dismiss,
+    Peer,
+    Peers,
+    in_time_of,
+    join,
+)
+from torch_fsdp_tests.processes import system
+from torch_fsdp_tests.ranks import protocol
 from torch_fsdp_tests.ranks.calls import Call
-from torch_fsdp_tests.ranks.group import GRACE, RankGroup
+from torch_fsdp_tests.ranks.group import GRACE
 from torch_fsdp_tests.ranks.local import LocalRanks, environment_of_ranks
 from torch_fsdp_tests.ranks.outcome import HarnessError
 from torch_fsdp_tests.ranks.server import KILL_LIMIT, close_server
-from torch_fsdp_tests.settings import RANKS_VARIABLE
+from torch_fsdp_tests.settings import EXTENSIONS_VARIABLE
 from torch_fsdp_tests.verdict import RankResult, ranks_in_words, stream
 
 __unittest = True
@@ -43,6 +50,35 @@ ANSWER_LIMIT = END_LIMIT + 15.0  # seconds for a worker to collect what is left 
 _LOST = 1  # exit status of a process if rank 0 left without a message
 
 
+@dataclasses.dataclass(frozen=True)
+class StartRank:
+    """Start the rank of this launched process, with the test's changes to the environment of rank 0.
+
+    ``local_ranks`` are the local ranks of all ranks of the test.
+    """
+
+    task: protocol.Task
+    file_name: str
+    local_ranks: tuple[int, ...]
+    one_host: bool
+    changed: dict[str, str]
+    removed: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Collect:
+    """Send the rank's output and what it left behind, as :class:`.Collected`.
+
+    With ``close``, wait until nothing of the rank is left.
+    """
+
+    close: bool
+
+
+TO_WORKER = (*get_args(protocol.Order), StartRank, Collect, Dismiss)
+FROM_WORKER = (*get_args(protocol.Event), protocol.Collected)
+
+
 class Workers:
     """Rank 0's view of the launch: the other processes that were needed so far, in order of rank."""
 
@@ -50,7 +86,7 @@ class Workers:
         self.launch = launch
         self.status = 0  # the exit status of all processes
         self.lost: str | None = None
-        self.peers = Peers(launch, protocol.FROM_WORKER)
+        self.peers = Peers(launch, FROM_WORKER)
         self._environment = dict(os.environ)
         self._called = set() if stream.attached() else set(range(1, launch.world_size))
         self._give_up = time.monotonic() + GATHER_LIMIT
@@ -65,7 +101,7 @@ class Workers:
         if absent:
             self.lost = (
                 f"{ranks_in_words(absent)} of the launch did not connect within {GATHER_LIMIT:g} s "
-                f"(if no launcher made this process, set {settings.LAUNCHED_VARIABLE}=0)"
+                f"(if no launcher made this process, set {LAUNCHED_VARIABLE}=0)"
             )
         for worker in self.peers.of_rank.values():
             self.receive(worker)
@@ -87,10 +123,10 @@ class Workers:
             print(f"torch_fsdp_tests: {self.lost}", file=sys.stderr, flush=True)
         return received
 
-    def start_rank(self, task: protocol.Task, file_name: str, workers: Sequence[Peer]) -> protocol.StartRank:
+    def start_rank(self, task: protocol.Task, file_name: str, workers: Sequence[Peer]) -> StartRank:
         """Return the message by which workers start their ranks, with the changes to this process' environment."""
         now = dict(os.environ)
-        return protocol.StartRank(
+        return StartRank(
             task,
             file_name,
             local_ranks=(self.launch.local_rank, *(worker.hello.local_rank for worker in workers)),
@@ -114,7 +150,7 @@ class Workers:
         self.peers.dismiss(self.status)
 
 
-def _environment(launch: launcher.Launch, rank: int, order: protocol.StartRank, interface: str) -> dict[str, str]:
+def _environment(launch: launcher.Launch, rank: int, order: StartRank, interface: str) -> dict[str, str]:
     """Return the environment of a rank of this process: its own, with the test's changes to rank 0's environment."""
     made = environment_of_ranks() | order.changed
     for name in order.removed:
@@ -122,6 +158,7 @@ def _environment(launch: launcher.Launch, rank: int, order: protocol.StartRank, 
     if not order.one_host and INTERFACE_VARIABLE not in os.environ:
         made.pop(INTERFACE_VARIABLE, None)  # the loopback interface does not lead to other machines
         made |= {INTERFACE_VARIABLE: interface} if interface else {}
+    made[EXTENSIONS_VARIABLE] = rendezvous.among_extensions(made.get(EXTENSIONS_VARIABLE, ""))
     return {**made, **rendezvous.variables(launch, order.local_ranks, rank)}
 
 
@@ -184,7 +221,7 @@ class LaunchedRanks:
         """Raises :class:`HarnessError` if a worker is gone or does not answer in time, unless all is over anyway."""
         self._answers.clear()
         for worker in self._workers:
-            worker.connection.tell(protocol.Collect(close))
+            worker.connection.tell(Collect(close))
         give_up = time.monotonic() + ANSWER_LIMIT
         while self._all.lost is None and (
             absent := [worker.rank for worker in self._workers if worker.rank not in self._answers]
@@ -209,7 +246,7 @@ class _Worker:
         self._launch = launch
         self._ranks: LocalRanks | None = None  # the one rank of this process
         self._idle = selectors.DefaultSelector()
-        self._rank_0, self._interface = join(launch, protocol.TO_WORKER)
+        self._rank_0, self._interface = join(launch, TO_WORKER)
         self._idle.register(self._rank_0, selectors.EVENT_READ)
 
     def serve(self) -> int:
@@ -233,17 +270,17 @@ class _Worker:
 
     def _carry_out(self, order: Any) -> None:
         match order:
-            case protocol.StartRank():
+            case StartRank():
                 self._start(order)
-            case protocol.Collect(close=True):
+            case Collect(close=True):
                 self._rank_0.send(self.close())
-            case protocol.Collect():
+            case Collect():
                 self._forward_events()
                 self._rank_0.send(protocol.Collected() if self._ranks is None else self._ranks.collect())
             case _ if self._ranks is not None:
                 self._ranks.send(order)
 
-    def _start(self, order: protocol.StartRank) -> None:
+    def _start(self, order: StartRank) -> None:
         rank = self._launch.rank
         self._ranks = LocalRanks(order.file_name)
         self._ranks.selector.register(self._rank_0, selectors.EVENT_READ)
@@ -271,37 +308,7 @@ class _Worker:
         return ranks.collect(close=True)
 
 
-_workers: Workers | None = None
-
-
-def is_worker() -> bool:
-    """Whether this process only follows rank 0, which runs the tests and reports."""
-    launch = launcher.current()
-    return launch is not None and launch.rank > 0 and not rank_side.in_rank()
-
-
-def take_variables() -> None:
-    """Store the launcher's variables, and remove them. A test that sets no world size gets the launcher's ranks."""
-    launch = launcher.current()
-    if launch is not None:
-        os.environ.setdefault(RANKS_VARIABLE, str(launch.world_size))
-        launcher.forget_variables()
-
-
-def begin() -> None:
-    """In a launched process: let the other processes connect, or, if this is not rank 0, follow rank 0 and exit."""
-    global _workers
-    launch = launcher.current()
-    if launch is None:
-        return
-    if launch.rank == 0:
-        _workers = Workers(launch)
-        atexit.register(_workers.leave)
-    else:
-        _follow_rank_0(launch)
-
-
-def _follow_rank_0(launch: launcher.Launch) -> NoReturn:
+def follow_rank_0(launch: launcher.Launch) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(_LOST))
     status, worker = _LOST, None
@@ -317,22 +324,3 @@ def _follow_rank_0(launch: launcher.Launch) -> NoReturn:
         close_server()
         system.flush_outputs()
         os._exit(status)
-
-
-def conclude(status: int) -> int:
-    """Return the exit status of this process, given that of its tests. All processes of a launch share it."""
-    return status if _workers is None else _workers.conclude(status)
-
-
-def is_launched() -> bool:
-    """Whether the ranks are those of a launcher."""
-    return _workers is not None
-
-
-def start_ranks(cls: type, test: str | None, world_size: int, *, at_once: bool = True) -> RankGroup:
-    """Start the ranks of one test as processes: the launcher's ranks if there are any, else new ones here.
-
-    If not ``at_once``, :meth:`RankGroup.start` starts new ranks. Those of a launcher always start at once.
-    """
-    transport = None if _workers is None else LaunchedRanks(_workers)
-    return RankGroup(cls, test, world_size, transport=transport, at_once=at_once or _workers is not None)

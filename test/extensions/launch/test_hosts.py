@@ -3,9 +3,12 @@
 import functools
 import subprocess
 import sys
+from pathlib import Path
 
-from hosts import NAMES, TwoHosts
+sys.path.insert(0, str(Path(__file__).parents[2] / "harness"))
+
 from launches import LOST, TORCHRUN, WELL, Node, SuiteRun
+from two_hosts import NAMES, TwoHosts
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 

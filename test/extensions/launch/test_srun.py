@@ -13,8 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hosts import NAMES, TwoHosts
+sys.path.insert(0, str(Path(__file__).parents[2] / "harness"))
+
 from launches import LOST, WAITS, WELL, Node, SuiteRun
+from two_hosts import NAMES, TwoHosts
 
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 

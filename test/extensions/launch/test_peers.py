@@ -19,15 +19,15 @@ from typing import Any
 from unittest import mock
 
 from torch_fsdp_tests.common_utils import TestCase, find_free_port, run_tests
-from torch_fsdp_tests.dispatch import main, worker
+from torch_fsdp_tests.dispatch import main
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
-from torch_fsdp_tests.dispatch.other_ranks import LaunchFailure
 from torch_fsdp_tests.dispatch.runtests import RunTests, Selection
-from torch_fsdp_tests.dispatch.workers import Workers
-from torch_fsdp_tests.processes import messages, peers, system
-from torch_fsdp_tests.processes.launcher import Launch
+from torch_fsdp_tests.extensions.launch import peers, worker
+from torch_fsdp_tests.extensions.launch.launcher import Launch
+from torch_fsdp_tests.extensions.launch.peers import Hello, Peers
+from torch_fsdp_tests.extensions.launch.workers import LaunchFailure, Workers
+from torch_fsdp_tests.processes import messages, system
 from torch_fsdp_tests.processes.messages import Connection
-from torch_fsdp_tests.processes.peers import Hello, Peers
 
 MANY = 64  # ranks
 LEAST = 0.3  # seconds in which a process that sends its hello must be accepted
@@ -208,8 +208,10 @@ class TestRefusal(PeersCase):
 
     def test_rank_0_that_cannot_listen(self):
         """The run ends with one sentence and status 2, before it looks at its arguments."""
-        launch = mock.patch("torch_fsdp_tests.processes.launcher.from_environment", lambda _: self.launch(0))
-        listen = mock.patch("torch_fsdp_tests.dispatch.workers.Peers", mock.Mock(side_effect=OSError("no port")))
+        launch = mock.patch("torch_fsdp_tests.extensions.launch._find", lambda _: self.launch(0))
+        listen = mock.patch(
+            "torch_fsdp_tests.extensions.launch.workers.Peers", mock.Mock(side_effect=OSError("no port"))
+        )
         with launch, listen, contextlib.redirect_stderr(io.StringIO()) as err:
             self.assertEqual(main.main(["-i", "test_x"], Path()), ExitStatus.USAGE_ERROR)
         self.assertRegex(err.getvalue(), r"\A.*: the other processes of the launch cannot be reached: no port\n\Z")
