@@ -48,7 +48,7 @@ class Launched(Feature):
             self.hosts = self._workers.hosts()
         return ()
 
-    def stage(self, stage: Stage) -> Stage | None:
+    def stage(self, stage: Stage) -> Stage:
         if isinstance(stage, stages.FileEnded):
             for test in stage.file.tests():
                 self.hosts.take(test)
