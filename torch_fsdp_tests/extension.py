@@ -67,7 +67,7 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True)
-class Table:
+class PageTable:
     """What a page shows of ``report.json``: rows of texts below titles, and sentences."""
 
     title: str
@@ -115,7 +115,7 @@ class Extension:
         """
         return None
 
-    def tables(self, data: Mapping[str, Any]) -> Sequence[Table]:
+    def tables(self, data: Mapping[str, Any]) -> Sequence[PageTable]:
         """What a page shows of its part of the data of ``report.json``, which may lack that part."""
         return ()
 

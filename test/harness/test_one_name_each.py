@@ -13,10 +13,8 @@ from torch_fsdp_tests.common_utils import TestCase, run_tests
 ALONE = PACKAGE / "defects" / "known"
 ENTRANCES = {"__init__", "__main__", "feature"}  # what each folder may have
 CLASSES = {
-    "Change": "of a diff, and of a fix",
     "Difference": "of two values, and of two behaviors",
     "FileEnded": "a stage of a run, and the message about it from another rank",
-    "Hunk": "of a diff, and of a fix",
     "Workers": "of a launch, in the dispatcher and in a test process",
 }
 MODULES: dict[str, str] = {}

@@ -150,9 +150,9 @@ class TestContent(unittest.TestCase):
 
     def test_tables_of_other_extensions(self):
         class Extending(extension.Extension):
-            def tables(self, data: Mapping[str, Any]) -> Sequence[extension.Table]:
+            def tables(self, data: Mapping[str, Any]) -> Sequence[extension.PageTable]:
                 rows = [("<a>", "1", "50%"), ("b", "", "ok")]
-                return [extension.Table("Beads", f"of {data['host']}", ("bead", "n", "share"), rows, ["b & c"])]
+                return [extension.PageTable("Beads", f"of {data['host']}", ("bead", "n", "share"), rows, ["b & c"])]
 
         with unittest.mock.patch.object(extension, "found", lambda: {"beads": Extending()}):
             page = html_report.render(a_report())

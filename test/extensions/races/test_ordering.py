@@ -19,9 +19,9 @@ from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 from torch_fsdp_tests.defects import registry, torch_defect
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.extensions.races import calls, explained, ordering
-from torch_fsdp_tests.extensions.races.calls import CallSite
-from torch_fsdp_tests.extensions.races.recording import Race
+from torch_fsdp_tests.extensions.races import explained, operator_calls, ordering
+from torch_fsdp_tests.extensions.races.accesses import Race
+from torch_fsdp_tests.extensions.races.operator_calls import CallSite
 
 
 @instantiate_parametrized_tests
@@ -208,7 +208,7 @@ class TestChecked(FSDPTest):
         for waits in (True, False):
             with ordering.recorded() as recording:
                 x = torch.ones(4, device=self.device)
-                with mock.patch.object(calls, "call_site", return_value=CallSite("file", 1, "reduce")):
+                with mock.patch.object(operator_calls, "call_site", return_value=CallSite("file", 1, "reduce")):
                     work = dist.all_reduce(x, async_op=True)
                 if waits:
                     work.wait()
@@ -219,7 +219,7 @@ class TestChecked(FSDPTest):
     def test_function_that_waits_for_its_collectives(self):
         with ordering.recorded() as recording:
             x = torch.ones(4, device=self.device)
-            with mock.patch.object(calls, "call_site", return_value=CallSite("file", 1, "send")):
+            with mock.patch.object(operator_calls, "call_site", return_value=CallSite("file", 1, "send")):
                 dist._broadcast_coalesced(dist.group.WORLD, [x], 64, 0)
             x.add_(1)
         self.assertEqual(recording.races, [])

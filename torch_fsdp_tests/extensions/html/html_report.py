@@ -20,7 +20,7 @@ from torch_fsdp_tests.dispatch.features import features_of
 from torch_fsdp_tests.dispatch.file_result import EndKind, ProcessEnd
 from torch_fsdp_tests.dispatch.page import Row, Section
 from torch_fsdp_tests.dispatch.report import tests_in
-from torch_fsdp_tests.extension import Table
+from torch_fsdp_tests.extension import PageTable
 from torch_fsdp_tests.processes.messages import from_data
 from torch_fsdp_tests.verdict import (
     COUNTED,
@@ -386,7 +386,7 @@ def _of_extensions(data: Mapping[str, Any]) -> list[Section]:
     return [Section(each.title, _shown(each)) for each in tables]
 
 
-def _shown(table: Table) -> str:
+def _shown(table: PageTable) -> str:
     kinds = ["n" if all(map(_NUMBER.fullmatch, cells)) else "" for cells in zip(*table.rows, strict=True)]
     cells = [[page.text(cell) for cell in row] for row in table.rows]
     listed = "".join(f"<li>{page.text(each)}</li>" for each in table.sentences)

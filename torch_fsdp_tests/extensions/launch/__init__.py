@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_fsdp_tests.extension import Extension, Feature, Place, Table
+from torch_fsdp_tests.extension import Extension, Feature, PageTable, Place
 from torch_fsdp_tests.settings import Variable
 
 if TYPE_CHECKING:  # it is imported only in a launch
@@ -66,7 +66,7 @@ class _Extension(Extension):
 
         return Launched(launch, self._workers)
 
-    def tables(self, data: Mapping[str, Any]) -> Sequence[Table]:
+    def tables(self, data: Mapping[str, Any]) -> Sequence[PageTable]:
         if len(data.get("hosts", ())) < 2 and not data.get("lost"):
             return ()
         from torch_fsdp_tests.extensions.launch import hosts

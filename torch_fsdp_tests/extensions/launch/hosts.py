@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch_fsdp_tests.device import machine
-from torch_fsdp_tests.extension import Table
+from torch_fsdp_tests.extension import PageTable
 from torch_fsdp_tests.verdict import RankResult, State, TestResult, by_cause, columns, first_few, plural, ranks_in_words
 
 
@@ -136,7 +136,7 @@ def lines(hosts: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return ["hosts:", *(f"  {words}" for words in shown), *conclusions(hosts)]
 
 
-def table(data: Mapping[str, Any]) -> Table:
+def table(data: Mapping[str, Any]) -> PageTable:
     """What a page shows of a ``report.json``."""
     hosts = data["hosts"]
     titles, *shown = rows(hosts)
@@ -145,7 +145,7 @@ def table(data: Mapping[str, Any]) -> Table:
         "wrong by themselves. Time is the share of the CPU time of all ranks."
     )
     lost = [data["lost"]] if data["lost"] else []
-    return Table("Hosts", about, titles, shown, [*lost, *conclusions(hosts), *differences(hosts)])
+    return PageTable("Hosts", about, titles, shown, [*lost, *conclusions(hosts), *differences(hosts)])
 
 
 def differences(hosts: Mapping[str, Mapping[str, Any]]) -> list[str]:

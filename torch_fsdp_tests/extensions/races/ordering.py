@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch_fsdp_tests import moments
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.device.capabilities import STAGED
-from torch_fsdp_tests.extensions.races.calls import FSDP1_MOVES
-from torch_fsdp_tests.extensions.races.recording import Race, Recording
+from torch_fsdp_tests.extensions.races.accesses import Race, Recording
+from torch_fsdp_tests.extensions.races.operator_calls import FSDP1_MOVES
 from torch_fsdp_tests.installed_torch import torch_names
 from torch_fsdp_tests.verdict import Reason, SkipKind
 from torch_fsdp_tests.verdict.events import Skipped

@@ -32,8 +32,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.extensions.races import calls
-from torch_fsdp_tests.extensions.races.calls import Call, CallSite, storage_of
+from torch_fsdp_tests.extensions.races import operator_calls
+from torch_fsdp_tests.extensions.races.operator_calls import CallSite, OperatorCall, storage_of
 from torch_fsdp_tests.verdict.events import Skipped
 
 _SWEEP = 256  # operators, after which all memory that nothing refers to is forgotten
@@ -180,7 +180,7 @@ class Recording(TorchDispatchMode):
             return NotImplemented  # a DTensor's operators on local tensors come here too
         kwargs = kwargs or {}
         self._free()
-        call = Call.of(func, args, kwargs, calls.call_site())
+        call = OperatorCall.of(func, args, kwargs, operator_calls.call_site())
         operator = call.operator
         sides = self._sides(call)
         result = func(*args, **kwargs)
@@ -217,7 +217,7 @@ class Recording(TorchDispatchMode):
         finally:
             self._coalesces = False
 
-    def _stream_of(self, call: Call, sides: set[_Side]) -> int:
+    def _stream_of(self, call: OperatorCall, sides: set[_Side]) -> int:
         """The stream on which an operator runs whose operands are on these sides."""
         if sides == {_Side.HOST} and not self._moves:
             return HOST
@@ -247,7 +247,7 @@ class Recording(TorchDispatchMode):
                 _merge(self._clocks[stream], self._clocks[other])
         self._node_streams = {*self._node_streams, stream} if node is not None else set()
 
-    def _sides(self, call: Call) -> set[_Side]:
+    def _sides(self, call: OperatorCall) -> set[_Side]:
         """Where the operands are.
 
         On the CPU, nothing shows where a tensor would be. An operand that is used together with host memory counts as
@@ -267,7 +267,9 @@ class Recording(TorchDispatchMode):
 
     def moves(self, tensor: torch.Tensor, caller: str) -> bool:
         """Whether a module that calls ``Tensor.to`` or ``Tensor.cpu`` copies between host and device."""
-        return caller.startswith(calls.FSDP) and (self.is_in_host(tensor) or caller in calls.FSDP2_MOVES)
+        return caller.startswith(operator_calls.FSDP) and (
+            self.is_in_host(tensor) or caller in operator_calls.FSDP2_MOVES
+        )
 
     def move(self, tensor: torch.Tensor, non_blocking: bool) -> torch.Tensor:
         """Copy a tensor from the host to the device, or to pinned memory of the host, although they are the same."""
@@ -339,7 +341,7 @@ class Recording(TorchDispatchMode):
             self._host_memory.add(storage._cdata)
         _merge(self._clocks[stream], self._host)
         for access in self._freed.pop(stream, []):
-            self._compare(access, stream, f"the memory's next owner, {operator},", calls.call_site())
+            self._compare(access, stream, f"the memory's next owner, {operator},", operator_calls.call_site())
 
     def _free(self) -> None:
         """Free what nothing refers to any more. Memory of one stream may wait, because its next owner comes later."""

@@ -70,7 +70,7 @@ class _Operator(NamedTuple):
 _operator = functools.cache(_Operator.of)
 
 
-class Call(NamedTuple):
+class OperatorCall(NamedTuple):
     """One call of an operator, and its operands."""
 
     operator: _Operator
@@ -81,7 +81,7 @@ class Call(NamedTuple):
     site: CallSite | None
 
     @classmethod
-    def of(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], site: CallSite | None) -> Call:
+    def of(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], site: CallSite | None) -> OperatorCall:
         operator = _operator(func)
         given = dict(zip(operator.defaults, args, strict=False)) | dict(kwargs)
         read = _tensors(value for name, value in given.items() if name not in operator.only_written)
