@@ -57,9 +57,9 @@ def by_default(devices: int) -> int:
     return max(devices, 2) if devices else USUAL
 
 
-def planned(option: int | None, launched: int | None) -> int:
+def planned(option: int | None, made: int | None) -> int:
     """The number with which the dispatcher plans. It has not asked for the devices, which only torch knows."""
-    return option or launched or USUAL
+    return option or made or USUAL
 
 
 def few(device: Device) -> int:

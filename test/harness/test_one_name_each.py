@@ -14,8 +14,6 @@ ALONE = PACKAGE / "defects" / "known"
 ENTRANCES = {"__init__", "__main__", "feature"}  # what each folder may have
 CLASSES = {
     "Difference": "of two values, and of two behaviors",
-    "FileEnded": "a stage of a run, and the message about it from another rank",
-    "Workers": "of a launch, in the dispatcher and in a test process",
 }
 MODULES: dict[str, str] = {}
 

@@ -48,7 +48,7 @@ class TestProcess:
         self._notes: dict[str | None, list[str]] = {}
         self._test_facts: dict[str | None, dict[str, Any]] = {}
         self._broken: stream.FileBroken | None = None
-        self.ranks: set[int] = set()  # ranks of a launch that its tests have needed so far
+        self.ranks: set[int] = set()  # that its tests have needed so far
         self._over = False
         self._stop: ProcessEnd | None = None
 

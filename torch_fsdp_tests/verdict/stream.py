@@ -57,7 +57,7 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True)
 class NeedsRanks:
-    """A test needs these ranks of a launch."""
+    """A test needs these ranks, which other processes may have to start."""
 
     ranks: tuple[int, ...]
 

@@ -256,7 +256,7 @@ class TestIdleRanks(PeersCase):
             traffic[rank] = sum(len(messages.encode(order)) for order in orders)
             if orders:
                 self.assertEqual([type(order) for order in orders], [worker.StartFile, worker.EndFile])
-                for answer in (worker.FileEnded(1, 0, ""), worker.FileOver(1)):
+                for answer in (worker.PartEnded(1, 0, ""), worker.PartOver(1)):
                     traffic[rank] += len(messages.encode(answer))
                     end.send(answer)
                 while rank in workers.busy:

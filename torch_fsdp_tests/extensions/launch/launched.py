@@ -79,7 +79,7 @@ TO_WORKER = (*get_args(protocol.Order), StartRank, Collect, Dismiss)
 FROM_WORKER = (*get_args(protocol.Event), protocol.Collected)
 
 
-class Workers:
+class Followers:
     """Rank 0's view of the launch: the other processes that were needed so far, in order of rank."""
 
     def __init__(self, launch: launcher.Launch) -> None:
@@ -165,7 +165,7 @@ def _environment(launch: launcher.Launch, rank: int, order: StartRank, interface
 class LaunchedRanks:
     """A :class:`~torch_fsdp_tests.ranks.group.Transport`: rank 0 is here, the others have workers."""
 
-    def __init__(self, workers: Workers) -> None:
+    def __init__(self, workers: Followers) -> None:
         self._all = workers
         self._here = LocalRanks()
         self.file_name = self._here.file_name

@@ -12,7 +12,7 @@ from torch_fsdp_tests.extensions.launch.launcher import Launch, forget_variables
 from torch_fsdp_tests.settings import RANKS_VARIABLE
 
 if TYPE_CHECKING:
-    from torch_fsdp_tests.extensions.launch.launched import LaunchedRanks, Workers
+    from torch_fsdp_tests.extensions.launch.launched import Followers, LaunchedRanks
 
 
 class LaunchedPlace(Place):
@@ -23,7 +23,7 @@ class LaunchedPlace(Place):
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
-        self._workers: Workers | None = None
+        self._workers: Followers | None = None
         self.world_size = launch.world_size
         self.one_host = launch.one_host
         self.follows = launch.rank > 0
@@ -39,7 +39,7 @@ class LaunchedPlace(Place):
 
         if self.follows:
             launched.follow_rank_0(self._launch)
-        self._workers = launched.Workers(self._launch)
+        self._workers = launched.Followers(self._launch)
         atexit.register(self._workers.leave)
 
     def transport(self) -> LaunchedRanks | None:

@@ -81,7 +81,7 @@ class Machine:
 
 
 @dataclasses.dataclass(frozen=True)
-class FileEnded:
+class PartEnded:
     """The file's process has ended, with this wait status and this output."""
 
     number: int
@@ -90,7 +90,7 @@ class FileEnded:
 
 
 @dataclasses.dataclass(frozen=True)
-class FileOver:
+class PartOver:
     """Nothing is left of the file. ``leaks`` are the commands of killed processes, other than the file's own."""
 
     number: int
@@ -105,7 +105,7 @@ class Signalled:
     signal: int
 
 
-ANSWERS = (Machine, FileEnded, FileOver, Signalled)
+ANSWERS = (Machine, PartEnded, PartOver, Signalled)
 
 # --- for both sides ---------------------------------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class Worker:
                 case StartFile():
                     self._start(order)
                 case EndFile() if self._file is None:
-                    self._rank_0.tell(FileOver(order.number))
+                    self._rank_0.tell(PartOver(order.number))
                 case EndFile():
                     self._end_file()
                 case peers.Dismiss():
@@ -206,7 +206,7 @@ class Worker:
         """Wait for messages, and report the end of the file's process."""
         for ended, status in self._children.wait():
             output = system.head_and_tail(ended.output, OUTPUT_SENT)
-            self._rank_0.tell(FileEnded(self._number, status, output.strip()))
+            self._rank_0.tell(PartEnded(self._number, status, output.strip()))
         self._clean_up()
 
     def _clean_up(self) -> None:
@@ -216,7 +216,7 @@ class Worker:
             file.kill()
             leaks = self._children.clean_up(file)
             shutil.rmtree(file.directory, ignore_errors=True)
-            self._rank_0.tell(FileOver(self._number, file.reached_limit, tuple(leaks)))
+            self._rank_0.tell(PartOver(self._number, file.reached_limit, tuple(leaks)))
 
 
 def main(launch: Launch, root: Path) -> ExitStatus:

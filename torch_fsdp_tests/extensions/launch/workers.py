@@ -42,9 +42,9 @@ assert worker.PATIENCE < END_LIMIT and LIMIT < ANSWER_LIMIT
 class _Part:
     """What is known about one rank's part of the running file."""
 
-    ended: worker.FileEnded | None = None
+    ended: worker.PartEnded | None = None
     ended_at: float = 0.0  # when that was seen
-    over: worker.FileOver | None = None
+    over: worker.PartOver | None = None
 
 
 class LaunchFailure(ConfigurationError):
@@ -170,9 +170,9 @@ class Workers(OtherRanks):
                 match message:
                     case worker.Signalled():
                         self.signals.append(message.signal)
-                    case worker.FileEnded(number=self._number) if rank in self._parts:
+                    case worker.PartEnded(number=self._number) if rank in self._parts:
                         self._parts[rank] = _Part(message, time.monotonic())
-                    case worker.FileOver(number=self._number) if rank in self._parts:
+                    case worker.PartOver(number=self._number) if rank in self._parts:
                         self._parts[rank].over = message
         except MessageError as error:
             self._lose(peer, f"sent an invalid message: {error}")
@@ -210,7 +210,7 @@ class Workers(OtherRanks):
     def report(self) -> tuple[list[str], str]:
         notes, output = [], []
         for rank, part in sorted(self._parts.items()):
-            over, where = part.over or worker.FileOver(self._number), self._where(rank)
+            over, where = part.over or worker.PartOver(self._number), self._where(rank)
             notes += [f"the process {each} was left running {where}, and was killed" for each in over.leaks]
             if part.ended is None:
                 continue
