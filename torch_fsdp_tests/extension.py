@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch_fsdp_tests import installation
 from torch_fsdp_tests.settings import EXTENSIONS_VARIABLE, ConfigurationError, Variable
 
 if TYPE_CHECKING:  # the seam itself depends on no other part
@@ -266,11 +267,13 @@ class Features(dict[str, Feature]):
 @functools.cache
 def found() -> Mapping[str, Extension]:
     """All extensions that are installed, by name: those of the suite first. Only what declares options is imported."""
-    from importlib.metadata import entry_points
-
     own = sorted(path.parent.name for path in FOLDER.glob("*/__init__.py"))
     places = {name: f"{__package__}.extensions.{name}" for name in own}
-    places |= {each.name: each.value for each in sorted(entry_points(group=ENTRY_POINTS)) if each.name not in places}
+    places |= {
+        name: entry.value
+        for name, entry in sorted(installation.entry_points(ENTRY_POINTS).items())
+        if name not in places
+    }
     return {name: _load(name, place) for name, place in places.items()}
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import functools
+import glob
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch_fsdp_tests import __version__
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 PACKAGE = Path(__file__).resolve().parent
 CHECKOUT = PACKAGE.parent if (PACKAGE.parent / "run_test.py").is_file() else None
@@ -53,6 +58,21 @@ def on_path(environment: Mapping[str, str]) -> dict[str, str]:
     if CHECKOUT is None:
         return {}
     return {"PYTHONPATH": os.pathsep.join(filter(None, (str(CHECKOUT), environment.get("PYTHONPATH"))))}
+
+
+def entry_points(group: str) -> Mapping[str, EntryPoint]:
+    """The entry points of installed packages, by name."""
+    if not any(_has_entry_point(folder, group) for folder in sys.path):
+        return {}
+    import importlib.metadata  # imported late, because it takes longer than a whole plan, and is rarely needed
+
+    return {entry.name: entry for entry in importlib.metadata.entry_points(group=group)}
+
+
+def _has_entry_point(folder: str, group: str) -> bool:
+    """Whether a folder of packages has one with an entry point of this group."""
+    files = glob.glob(os.path.join(glob.escape(folder), "*-info", "entry_points.txt"))
+    return any(f"[{group}]" in Path(file).read_text(encoding="utf-8", errors="replace") for file in files)
 
 
 def check_file(file: str) -> None:

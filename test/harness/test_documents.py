@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from runs import INPUTS, ROOT
 
-from torch_fsdp_tests import installation, settings
+from torch_fsdp_tests import extension, installation, settings
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.verdict import State
@@ -353,6 +353,7 @@ class TestVariables(TestCase):
             "MODEL_CHECKPOINTS",
         }
         known = {each.name for each in settings.VARIABLES}
+        known |= {each.name for door in extension.found().values() for each in door.variables}
         self.assertEqual(actual - known, {f"TORCH_FSDP_TESTS_{name}" for name in between_processes})
 
 

@@ -93,7 +93,7 @@ class TestWishes(TestCase):
 
     def of_dispatcher(self, *arguments: str, **environment: str) -> dict[str, Any]:
         run = options.parse(["--list", *arguments], environment, ROOT)
-        return {name: getattr(run, name) for name in REQUESTED}
+        return {name: getattr(run.execution, name) for name in REQUESTED}
 
     @parametrize("name", sorted(REQUESTED))
     def test_an_option_is_its_variable(self, name):

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import glob
-import os
-import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch_fsdp_tests import installation
 from torch_fsdp_tests.settings import ConfigurationError
 from torch_fsdp_tests.verdict import in_one_line
 
@@ -136,17 +134,7 @@ def of_type(device_type: str) -> list[Vendor]:
 
 def installed() -> Mapping[str, EntryPoint]:
     """The entry points of installed packages, by device type."""
-    if not any(map(_is_for_us, sys.path)):
-        return {}
-    import importlib.metadata  # imported late, because it takes longer than a whole plan, and is rarely needed
-
-    return {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
-
-
-def _is_for_us(folder: str) -> bool:
-    """Whether a folder of packages has one with an entry point of this group."""
-    files = glob.glob(os.path.join(glob.escape(folder), "*-info", "entry_points.txt"))
-    return any(f"[{ENTRY_POINTS}]" in Path(file).read_text(encoding="utf-8", errors="replace") for file in files)
+    return installation.entry_points(ENTRY_POINTS)
 
 
 def load(device_type: str) -> Vendor | None:

@@ -334,7 +334,6 @@ UNFLATTENS_MESHES = Fact((2, 13), "can unflatten a dimension of a DeviceMesh")
 NORMALIZES_STRIDED_DIMS = Fact((2, 13), "can redistribute to a strided shard of a negative dimension")
 VIEWS_SHARDED_DIMS_AS_ONE = Fact((2, 13), "can view several sharded dimensions of a DTensor as one")
 # Seen in 2.11, and not in 2.10.
-KEEPS_CASTS_BY_GRAD_MODE = Fact((2, 11), "keeps the casts of autocast apart that were made without gradients")
 WRITES_INDEX_ON_EVERY_RANK = Fact((2, 11), "writes the index of files that all ranks have consolidated")
 HAS_KEYS_FOR_CACHED_GRAPHS = Fact(
     (2, 12),

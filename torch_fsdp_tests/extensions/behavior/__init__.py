@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import unittest
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch_fsdp_tests.extension import AddOption, Extension, Feature, absolute
+
+if TYPE_CHECKING:
+    import unittest
 
 # The folder in which ranks record their behavior, and whether operators belong to it. Only the dispatcher sets them.
 FOLDER_VARIABLE = "TORCH_FSDP_TESTS_BEHAVIOR"
@@ -30,7 +32,7 @@ class _Extension(Extension):
         add("--record-behavior", type=absolute, metavar="FILE", help=f"{words}warnings, copies and casts")
         words = "report what each test does differently from this record of another version, device or run"
         add("--against-behavior", type=absolute, metavar="FILE", help=words)
-        words = "with --reaching DIFF or --with-fixes: run the tests without the change and with it, both in memory, "
+        words = "with a diff that selects tests, or with fixes: run them without the change and with it, in memory, "
         add("--compare-behavior", action="store_true", help=f"{words}and report what they do differently")
         words = "with one of these: record and compare all other operators as well"
         add("--operators", action="store_true", help=words)

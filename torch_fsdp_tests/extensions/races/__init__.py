@@ -9,11 +9,13 @@
 from __future__ import annotations
 
 import contextlib
-import unittest
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch_fsdp_tests.extension import AddOption, Extension, Feature
+
+if TYPE_CHECKING:
+    import unittest
 
 
 class _Feature(Feature):
