@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import inspect
 import os
-import unittest
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch_fsdp_tests import extension, settings
+
+if TYPE_CHECKING:
+    import unittest
 
 # Of a test that does not set its own number, on the CPU. The dispatcher lends a file at most as many devices.
 USUAL = 4

@@ -9,7 +9,6 @@ adds a folder edits what :func:`text` returns.
 from __future__ import annotations
 
 import functools
-import importlib.abc
 import importlib.machinery
 import importlib.util
 import linecache
@@ -95,7 +94,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return code
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class _Finder:
     """Finds the modules whose files some folders have."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
