@@ -136,7 +136,7 @@ def save_rng_state() -> Callable[[], None]:
     The state of an accelerator is saved only if its runtime is running, because reading it would start the runtime.
     """
     python, numpy_state, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    accelerator_device = torch.accelerator.current_accelerator() if accelerator.initialised() else None
+    accelerator_device = torch.accelerator.current_accelerator() if accelerator.initialized() else None
     module = torch.get_device_module(accelerator_device.type) if accelerator_device is not None else None
     device = module.get_rng_state() if module is not None else None
 

@@ -10,7 +10,7 @@ READ = Edited(("torch/x.py",), (Hunk(3, ("a", "b", ""), ("a", "c", ""), "def f(x
 GIT = "diff --git a/torch/x.py b/torch/x.py\n"
 
 
-def coloured(text: str) -> str:
+def colored(text: str) -> str:
     return "\n".join(f"\x1b[1m\x1b[36m{line}\x1b[m" for line in text.split("\n"))
 
 
@@ -23,7 +23,7 @@ class TestParse(unittest.TestCase):
             "git": f"{GIT}index 1..2 100644\n{PLAIN}",
             "with a mode": f"{GIT}old mode 100644\nnew mode 100755\nindex 1..2\n{PLAIN}",
             "with words around it": f"commit 1\n\n    words\n --- more\n\n{PLAIN}-- \n2.40.1\n",
-            "coloured": coloured(PLAIN),
+            "colored": colored(PLAIN),
             "of Windows": PLAIN.replace("\n", "\r\n"),
             "with backslashes": PLAIN.replace("/x.py", "\\x.py").replace("a/", "a\\").replace("b/", "b\\"),
             "without prefixes": PLAIN.replace("a/", "").replace("b/", ""),
@@ -65,7 +65,7 @@ class TestParse(unittest.TestCase):
         for text, why in {
             "words": "not a unified diff: make one with git diff",
             f"{words}": "a diff of words: leave out --word-diff",
-            coloured(words.replace("[-b-]{+c+}", "bc")): "a diff of words",
+            colored(words.replace("[-b-]{+c+}", "bc")): "a diff of words",
             words.replace(" [-b-]{+c+}", "~\n-b\n+c"): "a diff of words",
             f"{GIT}{words.replace(' [', '[')}": "a diff of words",
             words.replace("[-b-]{+c+}", "b"): "no complete unified diff: its hunk before line 6",

@@ -329,7 +329,7 @@ class TestSelect(FolderCase):
                 left = named(include) - named(exclude)
                 self.assertEqual(parts, [left] if left else [])
 
-    def test_unknown_names_its_neighbours(self):
+    def test_unknown_names_its_neighbors(self):
         folders = {"distributed/fsdp/test_cor": "test_core", "distributed/fdsp": "distributed/fsdp"}
         for word, near in {**folders, "test_comn": "test_comm", "test_top::TestC": "TestA"}.items():
             with self.subTest(word=word), self.assertRaisesRegex(UnknownTest, f"nearest: .*{near}"):

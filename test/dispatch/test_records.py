@@ -19,7 +19,7 @@ from trees import CHECKOUT, CLOSING, ENVIRONMENT, FAIL, PASS, FolderCase, TreeCa
 
 from torch_fsdp_tests import installation
 from torch_fsdp_tests.dispatch import atomic, console, options, runner, times
-from torch_fsdp_tests.dispatch.console import wants_colours
+from torch_fsdp_tests.dispatch.console import wants_colors
 from torch_fsdp_tests.dispatch.devices import torch_version
 from torch_fsdp_tests.dispatch.discover import discover
 from torch_fsdp_tests.dispatch.expectations import MalformedList, read_disabled, read_own, read_slow
@@ -472,8 +472,8 @@ class TestConsole(TreeCase):
         self.code = process.wait()
         return seen.decode()
 
-    def test_colours(self):
-        """A terminal gets colours unless a variable forbids it. Elsewhere a variable must request them."""
+    def test_colors(self):
+        """A terminal gets colors unless a variable forbids it. Elsewhere a variable must request them."""
         for env, terminal, other in (
             ({"TERM": "xterm"}, True, False),
             ({"TERM": "dumb"}, False, False),
@@ -481,7 +481,7 @@ class TestConsole(TreeCase):
             ({"TERM": "xterm", "FORCE_COLOR": "1"}, True, True),
         ):
             streams = [unittest.mock.Mock(isatty=lambda is_one=is_one: is_one) for is_one in (True, False)]
-            self.assertEqual([wants_colours(stream, env) for stream in streams], [terminal, other], env)
+            self.assertEqual([wants_colors(stream, env) for stream in streams], [terminal, other], env)
         self.write({"test_f": FAIL, "test_p": PASS})
         text = self.on_a_terminal("--keep-going", env={"TERM": "xterm"})
         for words in ("31mFAILED ", "32mok     ", "31m1 passed, 1 failed, 0 skipped"):

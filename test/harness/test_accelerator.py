@@ -132,10 +132,10 @@ class TestChoice(TestCase):
                 accelerator.from_torch("xpu", None, None)
 
     def test_probe_runs_in_its_own_process(self):
-        """If torch was built without a device type, the error is a sentence, and this process initialises no device."""
+        """If torch was built without a device type, the error is a sentence, and this process initializes no device."""
         with self.assertRaisesRegex(ConfigurationError, "the device 'abacus' cannot be used: .*abacus"):
             accelerator._probe("abacus", "gloo")
-        self.assertFalse(accelerator.initialised())
+        self.assertFalse(accelerator.initialized())
 
     def test_probe_runs_once_and_its_result_is_recorded(self):
         answer = {"count": 1, "capabilities": ["fork"]}

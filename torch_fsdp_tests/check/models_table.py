@@ -83,8 +83,8 @@ def _letter(result: Mapping[str, Any] | None) -> str:
     if result is None:
         return ""
     ending = _ending(result)
-    colour = "bad" if ending.is_bad else "ok" if ending is Ending.PASSED else "warn"
-    return f'<span class={colour} title="{escape(WORDS[ending])}">{ending.value}</span>'
+    color = "bad" if ending.is_bad else "ok" if ending is Ending.PASSED else "warn"
+    return f'<span class={color} title="{escape(WORDS[ending])}">{ending.value}</span>'
 
 
 def _failure(model: str, configuration: str, result: Mapping[str, Any]) -> str:

@@ -261,7 +261,7 @@ class TestCase(expecttest.TestCase):
     def assertExpectedInline(
         self, actual: Any, expect: str, skip: int = 0, ignore_comments: bool = False, ignore_empty_lines: bool = False
     ) -> None:
-        """expecttest's assertion for ``str(actual)`` without terminal colours. Ignored lines are removed from both."""
+        """expecttest's assertion for ``str(actual)`` without terminal colors. Ignored lines are removed from both."""
 
         def keep(line: str) -> bool:
             bare = line.strip()

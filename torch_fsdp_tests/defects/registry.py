@@ -100,7 +100,7 @@ class Defect:
     what varies. ``since`` is the first version with the affected feature; ``data/seen.json`` says which of the versions
     since then have the defect. ``package`` is a package that must be installed to reach it. ``where`` names the place
     in torch. ``upstream`` are issues and pull requests of torch. ``documented`` quotes the documentation of the right
-    behaviour; without it, that of the plain module or optimizer is right. ``arguable`` is an argument that it is no
+    behavior; without it, that of the plain module or optimizer is right. ``arguable`` is an argument that it is no
     defect. ``fails_with`` has the names of the exceptions with which the tests that show it fail (``AssertionError``
     for a comparison), and of the signals that kill a rank. ``races`` has globs: a race whose text contains a match is
     reported as this defect.

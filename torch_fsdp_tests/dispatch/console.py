@@ -35,7 +35,7 @@ from torch_fsdp_tests.verdict import (
     skip_rows,
 )
 
-GREEN, RED, YELLOW, BLUE = 32, 31, 33, 34  # the colour codes of terminals
+GREEN, RED, YELLOW, BLUE = 32, 31, 33, 34  # the color codes of terminals
 _COLOURS = {"ok": GREEN, "listed": GREEN, "FAILED": RED, "unknown": RED, "flaky": YELLOW, "skipped": BLUE}
 RULE = "=" * 78
 THIN_RULE = "-" * 78
@@ -43,8 +43,8 @@ REFRESH = 1.0  # seconds between two updates of the status line on a terminal
 QUIET = 30.0  # seconds without output after which a log gets a progress line
 
 
-def wants_colours(stream: TextIO, environment: Mapping[str, str]) -> bool:
-    """Whether to use colours: only on a terminal, and unless one of the usual variables forbids it."""
+def wants_colors(stream: TextIO, environment: Mapping[str, str]) -> bool:
+    """Whether to use colors: only on a terminal, and unless one of the usual variables forbids it."""
     if environment.get("NO_COLOR") or environment.get("FORCE_COLOR"):
         return not environment.get("NO_COLOR")
     return stream.isatty() and environment.get("TERM") != "dumb"
@@ -60,7 +60,7 @@ class Console:
         self.under_test = devices.under_test(planned.device_set, run, planned.ranks)
         self._done = self._failures = self._tests = 0
         self.is_terminal = self._stream.isatty()
-        self._coloured = wants_colours(self._stream, os.environ)
+        self._colored = wants_colors(self._stream, os.environ)
         # Seconds between two progress reports: a rewritten line on a terminal, or lines in a log.
         self.refresh = REFRESH if self.is_terminal else QUIET
         self._printed_at = time.monotonic()
@@ -88,8 +88,8 @@ class Console:
                 raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
-    def _paint(self, text: str, colour: int | None) -> str:
-        return f"\x1b[{colour}m{text}\x1b[0m" if self._coloured and colour else text
+    def _paint(self, text: str, color: int | None) -> str:
+        return f"\x1b[{color}m{text}\x1b[0m" if self._colored and color else text
 
     def take(self, stage: Stage) -> None:
         """Show a stage of the run."""
@@ -256,8 +256,8 @@ class Console:
             self.say(f"{plural(len(known), 'known defect')} of torch reproduced (python -m torch_fsdp_tests.defects)")
         if results.signal is not None:
             self.say(self._paint(f"stopped by {signal.Signals(results.signal).name} before all tests had run", YELLOW))
-        colour = RED if results.failed else YELLOW if results.signal else GREEN if counts[State.PASSED] else BLUE
-        self.say(self._paint(closing_line(counts), colour))
+        color = RED if results.failed else YELLOW if results.signal else GREEN if counts[State.PASSED] else BLUE
+        self.say(self._paint(closing_line(counts), color))
 
     def _say_failures(self, results: Results) -> None:
         """Print each failure with its reason and the command that repeats it."""

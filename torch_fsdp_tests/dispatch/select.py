@@ -142,7 +142,7 @@ def candidates(pattern: str, directory: Path) -> Iterator[str]:
 
 
 def matching(pattern: str, names: Iterable[str]) -> list[str]:
-    """The names that match a normalised argument: that file, all files below that folder, or the glob's matches."""
+    """The names that match a normalized argument: that file, all files below that folder, or the glob's matches."""
     if pattern == EVERYTHING:
         return list(names)
     if any(character in pattern for character in "*?["):

@@ -94,10 +94,10 @@ FileDiff = Edited | Moved | Opaque | ModeOnly
 
 def parse(text: str) -> list[FileDiff]:
     """The files of a unified diff, in their order. Raises :class:`NotADiff`."""
-    text, colours = _COLOUR.subn("", text)
+    text, colors = _COLOUR.subn("", text)
     text = text.replace("\r\n", "\n")
-    if colours and "\n@@ -" in text and not re.search(r"^[-+](?!--|\+\+)", text, re.MULTILINE):
-        raise NotADiff(_OF_WORDS)  # the words had only colours
+    if colors and "\n@@ -" in text and not re.search(r"^[-+](?!--|\+\+)", text, re.MULTILINE):
+        raise NotADiff(_OF_WORDS)  # the words had only colors
     for pattern, words in _OTHER_FORMS.items():
         if re.search(f"^{pattern}", text, re.MULTILINE):
             raise NotADiff(words)

@@ -133,7 +133,7 @@ def lookup(module: str, name: str) -> Any:
 
 @functools.cache
 def _imports(place: str) -> Mapping[str, tuple[str, str | None]]:
-    """What upstream's module imports from its neighbours, by its name there: the replacing module, and the name in it.
+    """What upstream's module imports from its neighbors, by its name there: the replacing module, and the name in it.
 
     Without a name it is the module itself.
     """

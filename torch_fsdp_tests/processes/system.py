@@ -182,7 +182,7 @@ def signal_on_parents_death(number: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, number)
 
 
-def favour_throughput() -> None:
+def favor_throughput() -> None:
     """Let this thread, and those that it starts, wait for their turn when they wake up, and not interrupt another one.
 
     Does nothing if the system has no such policy, or if this process has another policy than the usual one.

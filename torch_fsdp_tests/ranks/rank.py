@@ -172,7 +172,7 @@ def _settle(request: Start, index: int, last_words: int, server: int) -> None:
 
 def _leave_parent(server: int) -> None:
     system.die_with_parent(server)  # first, because the server may die at any moment
-    system.favour_throughput()
+    system.favor_throughput()
     if os.getsid(0) != os.getpid():  # a fresh interpreter leads its session already
         os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test process handles Ctrl-C, and ends the ranks

@@ -82,7 +82,7 @@ class Server(forkserver.ForkServer):
         self._directories.append(request.directory)
         began = time.monotonic()  # before the first rank exists, so that no event can be earlier
         try:
-            if request.preparation is None and accelerator.initialised():
+            if request.preparation is None and accelerator.initialized():
                 raise RuntimeError(
                     "the accelerator's runtime is running in the process that forks the ranks, and a fork breaks it: "
                     f"do not touch the device when the test file is imported, or set {settings.START_VARIABLE}=spawn"

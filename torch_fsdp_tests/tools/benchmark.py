@@ -121,7 +121,7 @@ def _further(run: TimedRun) -> float:
 def measure(ranks: int, tests: int, pairs: int) -> dict[str, object]:
     """Run both harnesses in turn and return the medians, the median ratios, and how far the pairs' ratios spread.
 
-    Every other pair begins with the other one, so that a machine that grows slower favours neither.
+    Every other pair begins with the other one, so that a machine that grows slower favors neither.
     """
     runs: dict[str, list[TimedRun]] = {OURS: [], UPSTREAM: []}
     for pair in range(pairs):

@@ -36,7 +36,7 @@ def first_few(names: Iterable[str], most: int = 5) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0 and 2``, ``ranks 0-3``: runs of neighbours in short form."""
+    """``rank 3``, ``ranks 0 and 2``, ``ranks 0-3``: runs of neighbors in short form."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

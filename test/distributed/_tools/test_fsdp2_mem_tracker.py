@@ -1,7 +1,7 @@
 """``FSDPMemTracker`` accounts for every byte of FSDP2, by category and phase. Each number here is calculated by hand.
 
 The tracker counts storages by weak references, so its numbers are exact on any device. The tests thus also measure
-FSDP2's own memory behaviour: if a module is not resharded, or a buffer is kept, a number is wrong. The collectives are
+FSDP2's own memory behavior: if a module is not resharded, or a buffer is kept, a number is wrong. The collectives are
 fake, because those of a backend may hold a tensor for a moment longer. Their results do not matter here.
 """
 

@@ -507,7 +507,7 @@ class TestFSDPStateDict(StateDictMixin, FSDPTestContinuous):
     @parametrize("state_dict_type", list(KINDS))
     @parametrize("double_nest", [True])
     def test_state_dict_skip_module(self, state_dict_type, double_nest):
-        """A layer that is added after its neighbours were wrapped is saved unsharded under its own name."""
+        """A layer that is added after its neighbors were wrapped is saved unsharded under its own name."""
         model, model_new = (self._skipping(double_nest) for _ in range(2))
         local = SkipModel(double_nest=False)
         model(self._rows(1, 10)).sum().backward()

@@ -210,7 +210,7 @@ class TestContent(unittest.TestCase):
         files = [a_file(f"distributed/_composable/fsdp/{file}{number}", *tests) for number in range(100)]
         self.assertLess(len(html_report.render(a_report(*files)).encode()), 1_500_000)
 
-    def test_colours_are_set_for_light_dark_and_paper(self):
+    def test_colors_are_set_for_light_dark_and_paper(self):
         text = Path(page_parts.__file__).parent.joinpath("data/page.css").read_text()
         light, dark, paper = (set(re.findall(r"(--\w+):", part)) for part in re.findall(r":root \{(.*?)\}", text, re.S))
         self.assertEqual((dark, paper), (light, light))

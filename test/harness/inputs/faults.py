@@ -489,7 +489,7 @@ class Leaks(Case):
 
 
 class Essentials(Case):
-    """Behaviour that the test cases for FSDP must also have, although they share their code with the others."""
+    """Behavior that the test cases for FSDP must also have, although they share their code with the others."""
 
     def test_a_passes(self):
         dist.barrier()

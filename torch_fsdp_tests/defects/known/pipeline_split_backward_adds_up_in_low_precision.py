@@ -20,7 +20,7 @@ DEFECT = Defect(
     where="torch.distributed.pipelining.stage.PipelineStage.backward_weight_one_chunk",
     features="fsdp2, accumulation, mixed_precision, pp",
     workaround="Use a schedule without a split backward, such as ``Schedule1F1B`` or ``ScheduleInterleaved1F1B``.",
-    since="2.12",  # before, a rank with neighbouring stages sends itself a message, which gloo rejects
+    since="2.12",  # before, a rank with neighboring stages sends itself a message, which gloo rejects
     documented="``MixedPrecisionPolicy.reduce_dtype``: without gradient sync, 'FSDP will accumulate gradients using "
     "``reduce_dtype``'.",
 )

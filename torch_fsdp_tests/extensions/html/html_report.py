@@ -75,7 +75,7 @@ def state_of(test: Mapping[str, Any]) -> str:
 
 
 def mark(state: str) -> str:
-    """Return a character for a state, in its colour."""
+    """Return a character for a state, in its color."""
     kind, character = STATES[state]
     return f'<span class="mark {kind}" title="{state}">{character}</span>'
 

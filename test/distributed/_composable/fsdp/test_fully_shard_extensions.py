@@ -537,7 +537,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(TestFullyShardAllGatherExtens
     @skip_if_lt_x_gpu(1)
     def test_all_gather_extensions_monkey_patch(self):
         model = self._meta_two_tensor_mlp()
-        # Hooks go onto the local tensors that to_empty() created. No shard needs padding, so lazy initialisation keeps
+        # Hooks go onto the local tensors that to_empty() created. No shard needs padding, so lazy initialization keeps
         # these tensors.
         extensions = extend(model, as_bfloat16)
         self.assertTrue(any("weight" in name for name in extensions))

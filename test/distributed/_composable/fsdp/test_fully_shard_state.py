@@ -77,12 +77,12 @@ class NotedLinear(nn.Linear):
 
 
 class CountedSequential(nn.Sequential):
-    """Counts how often instances are initialised."""
+    """Counts how often instances are initialized."""
 
-    initialised = 0
+    initialized = 0
 
     def __init__(self, *modules: Any) -> None:
-        type(self).initialised += 1
+        type(self).initialized += 1
         super().__init__(*modules)
 
 
@@ -273,13 +273,13 @@ class TestFullyShardState(FSDPTestMultiThread):
         self.assertIs(internals.fsdp2.cls_to_fsdp_cls[MLP], type(first))
 
     @skip_if_lt_x_gpu(1)
-    def test_slice_is_initialised_once(self):
+    def test_slice_is_initialized_once(self):
         """A slice of a wrapped container has the user's class, whose ``__init__`` runs once."""
         model = fully_shard(CountedSequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-        before = CountedSequential.initialised
+        before = CountedSequential.initialized
         part = model[:1]
         self.assertEqual((type(part), len(part)), (CountedSequential, 1))
-        self.assertEqual(CountedSequential.initialised, before + 1)
+        self.assertEqual(CountedSequential.initialized, before + 1)
 
     @skip_if_lt_x_gpu(1)
     def test_state_dict_is_pickled(self):

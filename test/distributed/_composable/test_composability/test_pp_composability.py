@@ -53,9 +53,9 @@ FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def on_one_rank() -> list[str]:
-    """Schedules for a pipeline on a single rank, with one stage and, if supported, with neighbouring stages."""
-    neighbours = ["ScheduleInterleavedZeroBubble"] if torch_facts.PIPELINES_SEND_NOTHING_TO_THEMSELVES else []
-    return ["Schedule1F1B", *neighbours]
+    """Schedules for a pipeline on a single rank, with one stage and, if supported, with neighboring stages."""
+    neighbors = ["ScheduleInterleavedZeroBubble"] if torch_facts.PIPELINES_SEND_NOTHING_TO_THEMSELVES else []
+    return ["Schedule1F1B", *neighbors]
 
 
 def replicate_stage(stage: Any, **kwargs: Any) -> Any:
