@@ -69,7 +69,7 @@ def _reasons(x: Any, y: Any, pairs: Sequence[Pair], how: Closeness) -> dict[str,
 
     One pair of tensors that are the same, on the meta device, not finite, or too small is enough. Elements, and numbers
     other than zero, may be in any of the tensors, because a rank has no part of some parameters, and some gradients are
-    zero. Of the values that are not tensors, only containers can be the same or empty, and only numbers can be infinite.
+    zero. Of the values that are not tensors, only containers can be the same or empty, and only numbers be infinite.
     """
     reasons: dict[str, str] = {}
     if x is y and isinstance(x, (Mapping, list, set)) and len(x):
