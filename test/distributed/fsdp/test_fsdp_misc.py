@@ -875,6 +875,11 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
                 FSDP(nn.Sequential(nn.Linear(2, 2, device=self.device)))
         self.assertNotIn(message, " ".join(str(each.message) for each in caught))
 
+    @skip_if_lt_x_gpu(1)
+    def test_no_shard_is_deprecated(self):
+        with _in_turn, self.assertWarnsRegex(FutureWarning, "`NO_SHARD` sharding strategy is deprecated"):
+            FSDP(nn.Linear(2, 2, device=self.device), sharding_strategy=ShardingStrategy.NO_SHARD)
+
 
 class _RecordsSetattr(nn.Module):
     """A module with a 5 by 5 weight and a ``__setattr__`` that records the names that it sets."""
