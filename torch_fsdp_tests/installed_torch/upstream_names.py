@@ -165,7 +165,9 @@ def _spec(place: str) -> importlib.machinery.ModuleSpec | None:
 
 @functools.cache
 def _module(place: str) -> ModuleType:
-    """Import upstream's module. What the import changes in this process is undone, and it starts no driver."""
+    """Import upstream's module. Of what the import changes in this process, the backends that it registers stay. It
+    starts no driver.
+    """
     with mock.patch.dict(os.environ), _unchanged_torch(), _answered_by_another_process():
         os.environ.pop("NUM_PARALLEL_PROCS", None)  # with it, the import sets a limit for the memory of a device
         return importlib.import_module(f"{UPSTREAM}.{place}")
@@ -207,22 +209,34 @@ def _ask(code: str) -> Any:
 
 @contextlib.contextmanager
 def _unchanged_torch() -> Iterator[None]:
-    """Undo or prevent what an import of upstream's harness does to torch: it registers backends, and freezes flags."""
+    """Prevent that an import of upstream's harness freezes flags, and replaces or adds a backend that is ours.
+
+    Other backends that it registers stay: functions of the same module need them.
+    """
     import torch
     from torch.distributed import Backend
 
-    attributes = set(vars(Backend))
     tables = [(table, copy.copy(table)) for table in vars(Backend).values() if isinstance(table, dict | list)]
+    attributes = set(vars(Backend))
     try:
         with warnings.catch_warnings(), mock.patch.object(torch.backends, "disable_global_flags", lambda: None):
             warnings.simplefilter("ignore")  # about packages that upstream's tests could use
             yield
     finally:
         for table, before in tables:
-            table.clear()
-            table.extend(before) if isinstance(table, list) else table.update(before)
+            if isinstance(table, list):
+                table[:] = [*before, *(each for each in table if each not in before and each not in _OUR_BACKENDS)]
+            else:
+                for key in table.keys() - before.keys():
+                    if key.lower() in _OUR_BACKENDS or table[key] in _OUR_BACKENDS:
+                        del table[key]
+                table.update(before)
         for name in vars(Backend).keys() - attributes:
-            delattr(Backend, name)
+            if name.lower() in _OUR_BACKENDS:
+                delattr(Backend, name)
+
+
+_OUR_BACKENDS = ("fake", "threaded")
 
 
 def _starts_ranks(value: object) -> bool:
