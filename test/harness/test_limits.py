@@ -3,6 +3,8 @@
 import functools
 import pickle
 import traceback
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from runs import INPUTS, outputs
@@ -42,13 +44,13 @@ class _Calls(nn.Module):
 
 
 def _key_below_optimizer_states():
-    namespace = {}
+    namespace: dict[str, Any] = {}
     place = "/site-packages/torch/distributed/checkpoint/state_dict.py"
     exec(compile("def _get_optim_state_dict(get): return get()", place, "exec"), namespace)
-    namespace["_get_optim_state_dict"](lambda: {}[0])
+    namespace["_get_optim_state_dict"](lambda: dict[int, int]()[0])
 
 
-PLAIN = {
+PLAIN: dict[str, Callable[[], object]] = {
     "matrix times vector": _Calls(lambda: torch.mv(torch.ones(2, 3), torch.ones(4))),
     "matrix times matrix": _Calls(lambda: nn.Linear(2, 3)(torch.ones(1, 5))),
     "embedding with a vector": _Calls(lambda: nn.functional.embedding(torch.zeros(2, dtype=torch.long), torch.ones(4))),
@@ -57,7 +59,7 @@ PLAIN = {
     "initialized bias": lambda: nn.init.xavier_uniform_(nn.Linear(2, 2).bias),
     "no value": lambda: not_none(None),
     "key of an optimizer": _key_below_optimizer_states,
-    "dict": lambda: {}["weight"],
+    "dict": lambda: dict[str, int]()["weight"],
     "pickle": lambda: pickle.dumps(lambda: None),
     "shapes in a state dict": lambda: nn.Linear(2, 2).load_state_dict(nn.Linear(3, 3).state_dict()),
     "attribute": lambda: nn.Linear(2, 2).no_sync(),
@@ -89,6 +91,7 @@ class TestLimits(FSDPTest):
             if limit.messages:
                 self.assertEqual((id, self.rank), ("ranks_differ", 0))
             else:
+                assert effect is not None
                 self.assertNotEqual(*effect)
 
     @staticmethod
