@@ -22,6 +22,7 @@ from torch_fsdp_tests.installed_torch.version_ranges import version_fits
 
 command = functools.partial(outputs, main)
 GLOO_ONLY = {"premultiplied_sum"}
+UNNAMED = "dtensors_over_unnamed_meshes"
 # Limits whose message is a part of another limit's, which comes later.
 GENERAL = {"whole_state_dict": ["mixed_tensors"], "optimizer_state_is_missing": ["key_is_missing"]}
 # Tracebacks of defects and users that have the message of a limit. Those of a defect do not tell which it is.
@@ -153,6 +154,22 @@ class TestFind(TestCase):
         self.assertTrue(out.startswith("limit: An operator gets a sharded parameter of FSDP2 (a DTensor)"), out)
         self.assertIn("\n    what to do: Call the sharded module itself; ", out)
 
+    def test_messages_without_a_traceback(self):
+        """They find what they come from, and a log finds no defect by the words that it happens to have."""
+        for text, id in {
+            "RuntimeError: 'weight' must be 2-D": "flat_parameter_outside_of_forward",
+            "AssertionError: Invariant encountered: value was None when it should not be": UNNAMED,
+            "[rank1]:[E1103 04:07:42 ProcessGroupNCCL.cpp:629] [Rank 1] Watchdog caught collective operation timeout: "
+            "WorkNCCL(SeqNum=12, OpType=_ALLGATHER_BASE, Timeout(ms)=600000)": "ranks_differ",
+            "2026-01-01 10:00:00 INFO step 1\n2026-01-01 10:00:01 INFO saving checkpoint of optimizer state": "",
+            "[rank0]: loading the state dict of the optimizer with mixed precision\n[rank0]: Killed": "",
+        }.items():
+            with self.subTest(text):
+                found = [limit.id for limit in find.limits_for(text)]
+                self.assertEqual(found, [id] * bool(id), may_be="empty")
+                unrelated = [each.id for each in find.fitting(text) if not tracebacks.raising(text)]
+                self.assertEqual(unrelated, [], may_be="empty")
+
     def test_words(self):
         for words, id in {
             "optimizer made before fully_shard": "optimizer_made_before_sharding",
@@ -162,9 +179,24 @@ class TestFind(TestCase):
             "uniform dtype": "flat_parameter_is_not_uniform",
             "missing key in checkpoint": "key_is_missing",
             "model.to(dtype) after fully_shard": "converted_after_forward",
+            "optimizer created before fully_shard": "optimizer_made_before_sharding",
+            "loss does not decrease, optimizer was built before fully_shard": "optimizer_made_before_sharding",
+            "FSDP1 and generate": "flat_parameter_outside_of_forward",
+            "loss is NaN after to_empty": "buffers_after_to_empty",
+            "deepcopy of an FSDP1 model": "deep_copy",
+            "freezing parameters after wrapping with FSDP": "frozen_after_wrapping",
+            "torch.save pickle the fsdp model": "pickled_module",
+            "initialize weights after fully_shard": "initialized_after_wrapping",
+            "FSDP1 param.data is empty": "data_of_flat_parameter",
+            "EMA of weights with fully_shard": "deep_copy",
+            "torch.nn.utils.clip_grad_norm_ on an FSDP1 model": "norm_of_own_shards",
+            "attribute on parameter lost after fully_shard": "attributes_of_parameters",
+            "list in checkpoint is not restored by dcp.load": "containers_are_not_extended",
+            "gradients of ignored modules are not averaged": "gradients_of_ignored_parameters",
+            "unused parameter decays under FSDP1": "unused_parameter_of_used_instance",
         }.items():
             with self.subTest(words):
-                self.assertIn(id, [limit.id for limit in find.limits_for(words)])
+                self.assertEqual([limit.id for limit in find.limits_for(words) if limit.id == id], [id])
         of_defects = (
             "KeyError betas after loading an optimizer with an empty param group",
             "model.half() on an FSDP model is reverted after forward",
