@@ -51,7 +51,7 @@ def named_in_tests() -> set[str]:
         node.value for node in nodes if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "known_defects"
     ]
     named = {id for value in of_models for ids in ast.literal_eval(value).values() for id in ids}
-    return named.union(id.value for call in calls for id in call.args if isinstance(id, ast.Constant))
+    return named.union(ast.literal_eval(id) for call in calls for id in call.args)
 
 
 command = functools.partial(outputs, main)
