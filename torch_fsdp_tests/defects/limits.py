@@ -577,7 +577,7 @@ def compiled_inside_of_checkpoint_wrapper(rank: int, device: Any) -> tuple[Any, 
     means="With enable_plan_caching, planners of one class share their plans in a process: a second storage writer "
     "gets the plan that the first one has prepared, without what its own prepare_global_plan returns.",
     advice="Give one of them a planner of a class of its own, or no caching.",
-    asked="plan cache enable_plan_caching second another storage writer HuggingFaceStorageWriter after FileSystemWriter",
+    asked="plan cache enable_plan_caching second storage writer HuggingFaceStorageWriter after FileSystemWriter",
 )
 def cached_plan_of_another_writer(rank: int, device: Any) -> tuple[Any, Any]:
     import os
