@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,9 @@ from torch_fsdp_tests.device.accelerator import Accelerator
 from torch_fsdp_tests.device.capabilities import CAPABILITIES
 from torch_fsdp_tests.dispatch import options
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
+from torch_fsdp_tests.dispatch.options import Parser
 from torch_fsdp_tests.extension import Extension, Feature
+from torch_fsdp_tests.processes import system
 
 EXPERIMENTAL = ("behavior", "fixes", "reach")  # the extensions
 DATA = Path(torch_fsdp_tests.__file__).parent / "dispatch" / "data"
@@ -91,5 +93,12 @@ def text() -> str:
     return "\n".join([heading, "# stable", *stable(), "", "# experimental", *experimental(), ""])
 
 
-if __name__ == "__main__":
+def main(argv: Sequence[str]) -> int:
+    """Print the list. Returns the exit status."""
+    Parser(prog="python -m torch_fsdp_tests.tools.public_names", description=__doc__).parse_args(argv)
     print(text(), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    system.run_command("public_names", main)
