@@ -7,6 +7,11 @@ import functools
 from torch_fsdp_tests.common_utils.flags import has_devices
 from torch_fsdp_tests.installed_torch import upstream_names
 
+__all__ = [
+    "TEST_CUDA",
+    "TEST_MULTIGPU",
+]
+
 __getattr__ = upstream_names.complete(
     __name__,
     {"TEST_CUDA": functools.partial(has_devices, "cuda"), "TEST_MULTIGPU": functools.partial(has_devices, "cuda", 2)},

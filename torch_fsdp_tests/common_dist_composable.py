@@ -10,6 +10,11 @@ from torch import nn
 
 from torch_fsdp_tests.installed_torch import upstream_names
 
+__all__ = [
+    "CompositeParamModel",
+    "UnitModule",
+]
+
 __getattr__ = upstream_names.complete(__name__)
 
 _DIM = 100

@@ -74,6 +74,12 @@ def _compiles_for(device_type: str) -> bool:
     return has_devices(device_type) and why_no_device_compiler() is None
 
 
+__all__ = [
+    "HAS_CUDA",
+    "HAS_GPU",
+    "HAS_XPU_AND_TRITON",
+]
+
 __getattr__ = upstream_names.complete(
     __name__,
     {

@@ -19,6 +19,11 @@ from torch._logging import _internal as torch_logs
 from torch_fsdp_tests.common_utils import TestCase
 from torch_fsdp_tests.installed_torch import upstream_names
 
+__all__ = [
+    "LoggingTestCase",
+    "logs_to_string",
+]
+
 __getattr__ = upstream_names.complete(__name__)
 
 

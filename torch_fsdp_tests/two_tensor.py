@@ -11,6 +11,10 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from torch_fsdp_tests.installed_torch import upstream_names
 
+__all__ = [
+    "TwoTensor",
+]
+
 __getattr__ = upstream_names.complete(__name__)
 
 _ALIKE = ("device", "layout", "requires_grad", "dtype", "shape")

@@ -24,6 +24,7 @@ from torch_fsdp_tests.common_distributed import (
 from torch_fsdp_tests.common_utils import FILE_SCHEMA, TestCase, run_tests
 
 NAMES = Path(__file__).with_name("inputs") / "upstream_names.txt"
+OLD = {"common_fsdp": {"CUDAInitMode"}}
 IMPORTED = [line for line in NAMES.read_text().splitlines() if not line.startswith("#")]
 
 
@@ -57,10 +58,18 @@ class TestNames(TestCase):
         missing = [f"{at}.{name}" for at, _, name in places if not hasattr(import_module(f"{PACKAGE.name}.{at}"), name)]
         self.assertEqual(missing, [])
 
+    def test_modules_list_their_names(self):
+        """``import *`` gives them, but no name that a newer one has replaced."""
+        modules: dict[str, set[str]] = {}
+        for at, _, name in (name.rpartition(".") for name in IMPORTED):
+            modules.setdefault(at, set()).add(name)
+        unlisted = {at: names ^ {*import_module(f"{PACKAGE.name}.{at}").__all__} for at, names in modules.items()}
+        self.assertEqual({at: names for at, names in unlisted.items() if names}, OLD)
+
     def test_no_name_is_kept_for_nobody(self):
         defined, used = defined_and_used()
         self.assertGreater(len(defined), 200)
-        self.assertEqual(defined - used - {name.rpartition(".")[2] for name in IMPORTED} - {"__unittest"}, set())
+        self.assertEqual(defined - used - {name.rpartition(".")[2] for name in IMPORTED} - {"__all__", "__unittest"}, set())
 
     def test_places_are_those_of_the_package(self):
         self.assertEqual(list(UPSTREAMS), sorted({name.split(".")[0] for name in IMPORTED}))

@@ -10,4 +10,13 @@ from torch_fsdp_tests.common_device_type.classes import deviceCountAtLeast, inst
 from torch_fsdp_tests.common_device_type.operators import OpDTypes, ops
 from torch_fsdp_tests.installed_torch import upstream_names
 
+__all__ = [
+    "Capability",
+    "OpDTypes",
+    "deviceCountAtLeast",
+    "instantiate_device_type_tests",
+    "ops",
+    "requires_capabilities",
+]
+
 __getattr__ = upstream_names.complete(__name__)

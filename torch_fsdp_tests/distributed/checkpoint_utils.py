@@ -15,6 +15,10 @@ import torch.distributed as dist
 
 from torch_fsdp_tests.installed_torch import upstream_names
 
+__all__ = [
+    "with_temp_dir",
+]
+
 __getattr__ = upstream_names.complete(__name__)
 
 TestMethod = Callable[..., Any]

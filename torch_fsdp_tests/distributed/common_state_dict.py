@@ -19,6 +19,12 @@ from torch.utils._pytree import tree_map
 from torch_fsdp_tests.common_utils import TestCase
 from torch_fsdp_tests.installed_torch import torch_names, upstream_names
 
+__all__ = [
+    "FusionEmbeddingWithHook",
+    "FusionEmbeddingWithModifier",
+    "VerifyStateDictMixin",
+]
+
 __getattr__ = upstream_names.complete(__name__)
 
 _sharded_tensors = torch_names.module("torch.distributed._shard.sharded_tensor")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from torch_fsdp_tests.installed_torch import upstream_names
-from torch_fsdp_tests.ranks.threaded_pg import (  # noqa: F401
+from torch_fsdp_tests.ranks.threaded_pg import (
     ProcessLocalGroup,
     _install_threaded_pg,
     _uninstall_threaded_pg,
@@ -22,5 +22,12 @@ def ret_work(ret: Any) -> dist.Work:
     future.set_result(ret)
     return torch._C._distributed_c10d._create_work_from_future(future)
 
+
+__all__ = [
+    "ProcessLocalGroup",
+    "_install_threaded_pg",
+    "_uninstall_threaded_pg",
+    "ret_work",
+]
 
 __getattr__ = upstream_names.complete(__name__)

@@ -13,6 +13,12 @@ from torch_fsdp_tests.common_distributed import MultiProcessTestCase, requires
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.installed_torch import upstream_names
 
+__all__ = [
+    "TEST_GPU_NUM",
+    "ShardedTensorTestBase",
+    "with_comms",
+]
+
 __getattr__ = upstream_names.complete(__name__)
 
 __unittest = True

@@ -34,6 +34,33 @@ from .local_tensors import (
 )
 from .transformer import Attention, FeedForward, ModelArgs, Transformer, TransformerBlock
 
+__all__ = [
+    "DEVICE_COUNT",
+    "Attention",
+    "DTensorContinuousTestBase",
+    "DTensorConverter",
+    "DTensorOpTestBase",
+    "DTensorTestBase",
+    "ExpertLayer",
+    "ExpertParallel",
+    "FeedForward",
+    "LocalDTensorContinuousTestBase",
+    "LocalDTensorOpTestBase",
+    "LocalDTensorTestBase",
+    "MLPModule",
+    "MLPStacked",
+    "ModelArgs",
+    "RMSNormPython",
+    "Transformer",
+    "TransformerBlock",
+    "_get_device_type",
+    "create_local_tensor_test_class",
+    "reduce_local_int",
+    "skip_if_lt_x_gpu",
+    "skip_unless_torch_gpu",
+    "with_comms",
+]
+
 __getattr__ = upstream_names.complete(
     __name__,
     {
