@@ -42,6 +42,7 @@ from torch_fsdp_tests.ranks import RanksErred, RanksFailed
 from torch_fsdp_tests.tools.names_left import left
 
 UPSTREAM = upstream_names.UPSTREAM
+VENDORS = Path(__file__).parents[2] / "docs" / "vendors.md"
 
 
 def imported(statement: str) -> object:
@@ -51,6 +52,7 @@ def imported(statement: str) -> object:
     return list(scope.values())[-1]
 
 
+@instantiate_parametrized_tests
 class TestBorrowed(TestCase):
     """Without it, a vendor's file could end at an import, or change the process in which tests run."""
 
@@ -168,6 +170,35 @@ class TestBorrowed(TestCase):
         self.assertEqual(ask.call_count, 1)
         with self.assertRaisesRegex(AssertionError, "asked the device"):
             device.device_count()
+
+    @parametrize(
+        "imports",
+        [
+            "import torch\nfrom torch.testing._internal.common_utils import (\n    TestCase,\n)",
+            "import torch.testing._internal.common_utils\nTestCase = torch.testing._internal.common_utils.TestCase",
+            "import torch.testing._internal.common_utils as it\nfrom torch.testing._internal import common_fsdp\n"
+            "if 1:\n    from torch.testing._internal.common_utils import TestCase",
+        ],
+    )
+    def test_full_names_in_a_file_that_the_documented_command_has_renamed(self, imports):
+        code = (
+            f'"""Tests."""\nfrom __future__ import annotations\n{imports}\nimport unittest.mock\n'
+            "torch.testing._internal.common_fsdp.DEVICE_TYPE = 'cpu'\n"
+            "class TestMine(TestCase):\n"
+            "    @unittest.mock.patch('torch.testing._internal.common_utils.run_tests')\n"
+            "    def test_mine(self, run):\n"
+            "        self.assertIs(torch.testing._internal.common_utils.run_tests, run)\n"
+            "if __name__ == '__main__':\n"
+            "    torch.testing._internal.common_utils.run_tests()\n"
+        )
+        command = VENDORS.read_text(encoding="utf-8").partition("sed -i.bak -E '")[2].partition("' test_*.py")[0]
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "test_mine.py")
+            file.write_text(code)
+            subprocess.run(["sed", "-i.bak", "-E", command, file], check=True, timeout=100)
+            done = subprocess.run([sys.executable, file, "-v"], capture_output=True, text=True, timeout=300)
+        self.assertIn("test_mine (__main__.TestMine.test_mine) ... ok", done.stderr)
+        self.assertEqual(done.returncode, 0)
 
     def test_run_tests_of_torch_is_ours(self):
         code = (
