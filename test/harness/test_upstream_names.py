@@ -3,6 +3,7 @@
 import importlib
 import operator
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -15,7 +16,7 @@ from unittest import mock
 import torch
 import torch._dynamo.test_case
 import torch.distributed as dist
-from samples import run
+from samples import run, under_test
 
 from torch_fsdp_tests import common_cuda, common_distributed, common_fsdp, settings
 from torch_fsdp_tests.common_device_type import (
@@ -31,7 +32,7 @@ from torch_fsdp_tests.common_distributed import (
     spawn_threads_and_init_comms,
 )
 from torch_fsdp_tests.common_fsdp import FSDPTest
-from torch_fsdp_tests.common_utils import TestCase, parametrize, run_tests
+from torch_fsdp_tests.common_utils import TestCase, absent_devices, parametrize, run_tests
 from torch_fsdp_tests.common_utils.parametrization import instantiate_parametrized_tests
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor import common_dtensor
@@ -215,6 +216,86 @@ class TestBorrowed(TestCase):
             done = subprocess.run([sys.executable, file, "-v"], capture_output=True, text=True, timeout=300)
         self.assertIn("test_mine (__main__.TestMine.test_mine) ... ok", done.stderr)
         self.assertEqual(done.returncode, 0)
+
+
+@instantiate_parametrized_tests
+class TestAbsentDevices(TestCase):
+    """Without it, a test of a vendor's file would fail because the machine has another device."""
+
+    @parametrize(
+        "code",
+        [
+            "torch.ones(1).cuda()",
+            "torch.ones(1, device='xpu')",
+            "torch.ones(1, device='hpu')",
+            "torch.ones(1, device='mps')",
+            "torch.ones(1).npu()",
+            "torch.device('sdaa:0')",
+            "torch.npu",
+            "torch.cuda.set_device(0)",
+            "torch.cuda.Event()",
+            "torch.cuda.device(0).__enter__()",
+            "torch.accelerator.current_device_index()",
+        ],
+    )
+    def test_torch_rejects(self, code):
+        if torch.accelerator.is_available():
+            self.skipTest("the names are those of devices that are missing on a machine without any")
+        with self.assertRaises(Exception) as raised:
+            eval(code)
+        self.assertRegex(str(absent_devices.absence(raised.exception)), "^the test names a device that is not there: .")
+
+    def test_what_torch_rejects_for_another_reason(self):
+        for code in ("torch.ones(1, device='meta').item()", "torch.ones(1).nothing()", "torch.ones(2) @ torch.ones(3)"):
+            with self.assertRaises(Exception) as raised:
+                eval(code)
+            self.assertIsNone(absent_devices.absence(raised.exception), code)
+        broken = RuntimeError("No CUDA GPUs are available")
+        for device, skips in (("cuda", False), ("npu", True)):
+            with under_test(accelerator.Accelerator(device, "nccl", count=2, ranks=2)):
+                self.assertEqual(absent_devices.absence(broken) is not None, skips)
+
+    def test_only_a_file_of_another_project_skips(self):
+        if torch.accelerator.is_available():
+            self.skipTest("the file names a device that is missing on a machine without any")
+        with tempfile.TemporaryDirectory() as folder, self.assertRaisesRegex(RuntimeError, "sdaa"):
+            file = Path(folder, "test_mine.py")
+            file.write_text(ABSENT)
+            done = subprocess.run([sys.executable, file, "-v"], capture_output=True, text=True, timeout=300)
+            skipped = re.findall(r"\.\.\. skipped .* is not there: Expected one of", done.stderr)
+            self.assertEqual(len(skipped), 4, done.stderr)
+            self.assertEqual(done.returncode, 0)
+            with absent_devices.skips(type(self)):
+                torch.device("sdaa")
+
+
+ABSENT = """
+import torch
+from torch_fsdp_tests.common_distributed import MultiProcContinuousTest, MultiProcessTestCase
+from torch_fsdp_tests.common_utils import TestCase, run_tests
+
+class TestPlain(TestCase):
+    def test_here(self): torch.device("sdaa")
+
+class TestSetUp(TestCase):
+    def setUp(self): torch.device("sdaa")
+    def test_set_up(self): pass
+
+class TestRanks(MultiProcessTestCase):
+    world_size = 2
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+    def test_ranks(self): torch.device("sdaa")
+
+class TestStaying(MultiProcContinuousTest):
+    world_size = 2
+    @classmethod
+    def _init_pg(cls, *arguments): torch.device("sdaa")
+    def test_staying(self): pass
+
+run_tests()
+"""
 
 
 class TestAssigned(TestCase):

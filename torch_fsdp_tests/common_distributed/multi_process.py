@@ -326,7 +326,7 @@ class MultiProcessTestCase(RankTestCase):
         rank = assignment.index
         cls._assignment = assignment
         for test in assignment.orders():
-            assignment.report(run_in_rank(rank, functools.partial(cls._called, assignment, test)))
+            assignment.report(run_in_rank(rank, functools.partial(cls._called, assignment, test), cls))
 
     @classmethod
     def _called(cls, assignment: Assignment, test: str) -> None:
