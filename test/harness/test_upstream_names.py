@@ -136,6 +136,16 @@ class TestBorrowed(TestCase):
             with self.assertWarnsRegex(FutureWarning, f"in torch 2.6 and older versions: use {new.split('.')[0]}"):
                 value = operator.attrgetter(old)(module)
             self.assertIs(value, operator.attrgetter(new)(module))
+        group: Any = types.SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+        mode: Any = {"cuda_init_mode": common_fsdp.DEVICEInitMode.DEVICE_NEVER}
+        for model in (common_fsdp.NestedWrappedModule, common_fsdp.TransformerWithSharedParams):
+            with self.assertWarnsRegex(FutureWarning, "cuda_init_mode .* use device_init_mode"):
+                self.assertIsInstance(model.init(group, common_fsdp.FSDPInitMode.NO_FSDP, **mode), model)
+
+    def test_what_plugins_of_pytest_read(self):
+        guard = common_distributed.skip_if_lt_x_gpu
+        guarded: Any = guard(4)(guard(2)(lambda: None))
+        self.assertEqual(guarded._min_gpus_required, 4)
 
     def test_tests_of_local_tensors_skip(self):
         class TestX(common_dtensor.DTensorTestBase):
