@@ -248,7 +248,7 @@ def undo_leaks(test: unittest.TestCase, before: SavedState, ended: list[str]) ->
     """
     leaks = [*ended, *before.restore()]
     if leaks and settings.is_on(settings.STRICT_LEAKS_VARIABLE, os.environ):
-        remark = f"{settings.STRICT_LEAKS_VARIABLE}=1 makes a leak a failure"
+        remark = "--strict-leaks makes a leak a failure"
         error = test.failureException(f"the test {' and '.join(leaks)} ({remark})")
         setattr(error, VERDICT, Verdict(State.LEAKED, " and ".join(leaks)))
         raise error

@@ -82,7 +82,7 @@ VARIABLES = (
     Variable(SEED_VARIABLE, "seed of a test file that is run alone", default="1234"),
     Variable(STRICT_DEFECTS_VARIABLE, option="--strict-defects"),
     Variable(STRICT_NAMES_VARIABLE, option="--strict-names"),
-    Variable(STRICT_LEAKS_VARIABLE, "1: fail a test that leaks", is_repeated=True),
+    Variable(STRICT_LEAKS_VARIABLE, option="--strict-leaks"),
     Variable(EXTENSIONS_VARIABLE, "extensions that work in the tests of a file that is run alone"),
     Variable(SHOW_VARIABLE, "1: show what ranks print, even if they pass"),
     Variable(START_VARIABLE, "spawn: start each rank as a fresh interpreter", default="fork", is_repeated=True),

@@ -47,17 +47,17 @@ class TestVerdicts(TreeCase):
         slow = self.write_json("slow.json", {})
         lists = [*self.known_failures(name="own.json"), "--slow-tests", slow, *self.known_failures(name="more.json")]
         facts = "from torch_fsdp_tests.verdict import events; events.record(device='foo', backend='foocl', ranks=3)\n"
-        names = [f"{name}_VARIABLE" for name in ("STRICT_DEFECTS", "STRICT_NAMES")]
+        names = [f"{name}_VARIABLE" for name in ("STRICT_DEFECTS", "STRICT_LEAKS", "STRICT_NAMES")]
         values = body(f"self.fail([os.environ.get(getattr(settings, name)) for name in {names}])")
         self.write({"test_f": facts + FAIL, "test_x": "from torch_fsdp_tests import settings\n" + values})
-        options = ["--strict-defects", "--strict-names"]
+        options = ["--strict-defects", "--strict-leaks", "--strict-names"]
         given = f"--slow-tests slow.json {' '.join(options)} --known-failures own.json --known-failures more.json"
         variables = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "99", "PYTORCH_TEST_WITH_SLOW": "1"}
         python = "python" if shutil.which("python") == sys.executable else sys.executable
         for path, name in ((ENVIRONMENT["PATH"], python), (str(self.root), sys.executable)):
             words = rf"PYTORCH_TEST_WITH_SLOW=1 DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=99 {re.escape(name)} \S+"
             known, any_device = "--device foo --backend foocl --ranks 3", r"--device \w+ --backend \w+ --ranks \d+"
-            says = [rf"(?m)^to repeat: {words} .* {known} {given}$", r"AssertionError: \['1', '1'\]"]
+            says = [rf"(?m)^to repeat: {words} .* {known} {given}$", r"AssertionError: \['1', '1', '1'\]"]
             for test, device in (("test_f::TestF::test_f", known), ("test_x::TestX::test_1", any_device)):
                 says.append(rf"(?m)^ +{words} .* -i {test} --seed 1234 {device} {given}$")
             arguments = ["-j1", "--keep-going", *lists, *options]

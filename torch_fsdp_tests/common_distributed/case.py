@@ -344,7 +344,7 @@ class RankTestCase(TestCase):
     def _name_leaks(self, group: RankGroup) -> None:
         leaks = group.take_leaks()
         if leaks and settings.is_on(settings.STRICT_LEAKS_VARIABLE, os.environ):
-            words = f"{'; '.join(leaks)} ({settings.STRICT_LEAKS_VARIABLE} makes this a failure)"
+            words = f"{'; '.join(leaks)} (--strict-leaks makes this a failure)"
             raise_verdict(Verdict(State.LEAKED, words))
         process_state.notes.add(self.id(), leaks)
 

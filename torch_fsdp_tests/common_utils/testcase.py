@@ -117,7 +117,7 @@ class TestCase(expecttest.TestCase):
     def run(self, result: unittest.TestResult | None = None) -> unittest.TestResult | None:
         """Prepare the rank engine, run the test like unittest, and undo what it leaves changed.
 
-        With ``TORCH_FSDP_TESTS_STRICT_LEAKS=1`` a leak fails the test. The check runs in the last clean-up, because
+        With ``--strict-leaks`` a leak fails the test. The check runs in the last clean-up, because
         after that unittest has announced the outcome.
         """
         from torch_fsdp_tests import ranks  # not at import: only a process that runs tests needs the engine

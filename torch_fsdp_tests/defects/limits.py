@@ -153,6 +153,7 @@ def sharded_state_dict(rank: int, device: Any) -> None:
     advice="Call the sharded module itself; name other methods with register_fsdp_forward_method; "
     "do not shard a module that its parent uses without calling it; give plain parameters groups of their own, or "
     "foreach=False; load states with set_optimizer_state_dict; copy averages from the sharded model.",
+    asked="model.generate() generation fails expert meshes",
 )
 def mixed_tensors(rank: int, device: Any) -> None:
     _fsdp2(_layers(device))[0](_ones(device))
@@ -553,6 +554,50 @@ def containers_are_not_extended(rank: int, device: Any) -> tuple[Any, Any]:
     _load_other(saved, loaded)
     assert loaded["epoch"] == 2
     return loaded, saved
+
+
+@_limit(
+    means="State dicts of torch.distributed.checkpoint.state_dict keep _orig_mod in the names of a module that was "
+    "compiled first and wrapped for checkpointing afterwards, so a model without compilation does not load them.",
+    advice="Compile the wrapper: torch.compile(checkpoint_wrapper(module)), or module.compile(), which adds no name.",
+    asked="_orig_mod keys torch.compile inside checkpoint_wrapper activation checkpointing torchtitan 2622",
+)
+def compiled_inside_of_checkpoint_wrapper(rank: int, device: Any) -> tuple[Any, Any]:
+    import torch
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    model = _layers(device)
+    names = list(model.state_dict())
+    model[0] = checkpoint_wrapper(torch.compile(model[0], backend="eager"))
+    return list(get_model_state_dict(_fsdp2(model))), names
+
+
+@_limit(
+    means="With enable_plan_caching, planners of one class share their plans in a process: a second storage writer "
+    "gets the plan that the first one has prepared, without what its own prepare_global_plan returns.",
+    advice="Give one of them a planner of a class of its own, or no caching.",
+    asked="plan cache enable_plan_caching second storage writer HuggingFaceStorageWriter after FileSystemWriter",
+)
+def cached_plan_of_another_writer(rank: int, device: Any) -> tuple[Any, Any]:
+    import os
+    import tempfile
+
+    import torch.distributed.checkpoint as dcp
+
+    class Named(dcp.FileSystemWriter):
+        def prepare_global_plan(self, plans: Any) -> Any:
+            from torch.distributed.checkpoint.filesystem import _StoragePrefix
+
+            return [dataclasses.replace(plan, storage_data=_StoragePrefix("named_")) for plan in plans]
+
+    state = _layers(device).state_dict()
+    for writer in (dcp.FileSystemWriter, Named):
+        with tempfile.TemporaryDirectory() as folder:
+            planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+            dcp.save(state, storage_writer=writer(folder), planner=planner, no_dist=True)
+            names = os.listdir(folder)
+    return any(name.startswith("named_") for name in names), True
 
 
 @_limit(

@@ -74,7 +74,7 @@ _OF_TEST_FILES = {
 LESS_USED = """\
 also accepted, for the documented tasks and command lines of PyTorch's CI: --distributed-tests,
 --exclude-distributed-tests, --hw-classification, --disabled-tests, --slow-tests, --rerun-disabled-tests,
---test-times, --pipe-logs, --showlocals, --no-showlocals, --strict-names"""
+--test-times, --pipe-logs, --showlocals, --no-showlocals, --strict-leaks, --strict-names"""
 # Options that no longer exist, with what to do instead.
 _REMOVED = {"--perturb": "python -m torch_fsdp_tests.check compares a model before and after each step"}
 # Fields that an ordinary command line of this suite leaves alone, and one of PyTorch's CI does not.
@@ -229,6 +229,7 @@ def _add_options_of_upstream(parser: Parser) -> None:
     add("--exclude-distributed-tests", **flag, dest="without_distributed")
     add("--hw-classification", nargs="+", type=str.upper, metavar="CLASS", help=argparse.SUPPRESS)
     add("--test-times", **file, action="append")
+    add("--strict-leaks", **flag)
     add("--strict-names", **flag)
     add("--showlocals", **flag, dest="show_locals")
     add("--no-showlocals", action="store_false", dest="show_locals", help=argparse.SUPPRESS)
@@ -258,6 +259,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         "pipe_logs": "CI" in set_ones and "VERBOSE_TEST_LOGS" not in true_ones,
         "run_slow": settings.SLOW_VARIABLE in true_ones,
         "strict_defects": settings.STRICT_DEFECTS_VARIABLE in true_ones,
+        "strict_leaks": settings.STRICT_LEAKS_VARIABLE in true_ones,
         "strict_names": settings.STRICT_NAMES_VARIABLE in true_ones,
         "rerun_disabled": "PYTORCH_TEST_RERUN_DISABLED_TESTS" in true_ones,
         "skip_fast": "PYTORCH_TEST_SKIP_FAST" in true_ones,

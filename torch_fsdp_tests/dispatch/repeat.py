@@ -35,6 +35,7 @@ def repeat_command(run: RunTests, file: str, facts: Mapping[str, Any], test: Tes
         **{option: path and installation.short_path(path) for option, path in lists.items()},
         "--timeout": None if execution.timeout is None else f"{execution.timeout:g}",
         "--strict-defects": execution.strict_defects,
+        "--strict-leaks": execution.strict_leaks,
         "--strict-names": execution.strict_names,
     }
     for option, value in options.items():

@@ -79,6 +79,7 @@ class Execution:
     reruns: int = 0
     fail_on_flaky: bool = False
     strict_defects: bool = False
+    strict_leaks: bool = False
     strict_names: bool = False
     minimum_executed: int = 0
     show_locals: bool = False
@@ -126,6 +127,7 @@ class RunTests:
             settings.BACKEND_VARIABLE: execution.backend,
             settings.RANKS_VARIABLE: None if execution.ranks is None else str(execution.ranks),
             settings.STRICT_DEFECTS_VARIABLE: "1" if execution.strict_defects else None,
+            settings.STRICT_LEAKS_VARIABLE: "1" if execution.strict_leaks else None,
             settings.STRICT_NAMES_VARIABLE: "1" if execution.strict_names else None,
         }
         stated = {name: value for name, value in requested.items() if value is not None}

@@ -1,16 +1,22 @@
 """Known defects that are fixed in memory, in all processes of a run."""
 
 import json
+import os
+import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "harness"))
 
 from runs import LIMIT, ROOT, assert_rejected, run_beside
 
+from torch_fsdp_tests import installation
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.dispatch.main import main as run_test
+from torch_fsdp_tests.extensions.fixes.applying import Fixes
+from torch_fsdp_tests.settings import ConfigurationError
 
 FIRST = "fsdp2_inference_mode_breaks_training"
 PROBE = """\
@@ -86,6 +92,30 @@ class TestInARun(TestCase):
         }
         arguments = [(("--with-fixes", id), f"--with-fixes: {words}") for id, words in cases.items()]
         assert_rejected(self, lambda argv: run_test(argv, ROOT), arguments)
+
+
+class TestBystanders(TestCase):
+    """Without it, a fix could make programs pay that do not have the defect."""
+
+    def test_no_further_calls(self):
+        """With all fixes, steps and checkpoints run at most one percent more functions, for 8 and 16 units."""
+        try:
+            given = Fixes([])
+        except ConfigurationError as error:
+            self.skipTest(str(error))  # no fix was tried with this version
+        with given.running():
+            without, with_fixes = (_counted(environment) for environment in (os.environ, given.environment(os.environ)))
+        more = {name: count / without[name] for name, count in with_fixes.items()}
+        self.assertGreater(len(more), 5)
+        self.assertEqual({name: ratio for name, ratio in more.items() if ratio > 1.01}, {}, str(more))
+
+
+def _counted(environment: Mapping[str, str]) -> dict[str, int]:
+    command = [sys.executable, str(Path(__file__).with_name("bystander.py"))]
+    environment = {**environment, **installation.on_path(environment)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ class TestTwoHosts(TestCase):
         self.assertEqual(reported, {"hosta": ("ok", 3, 1, 0), "hostb": ("suspect", 3, 1, 1)})
         self.assertAlmostEqual(sum(host["share"] for host in hosts.values()), 1.0, delta=0.01)
         self.assertIn("hostb is suspect: 1 failure began there, and none on the other hosts", run.text)
-        words = r"failed in 1 of 2 rounds \(round 2\): rank 1 on hostb raised RuntimeError: the weather is bad"
+        words = r"failed in 1 of 2 rounds \(round 2\): rank 1 on hostb raised RuntimeError: expected 4 elements, got 3"
         self.assertRegex(run.text, words)
         failed = next(test for test in run.of_file("fails_in_turn")["tests"] if test["outcome"] != "passed")
         self.assertEqual([rank["host"] for rank in failed["ranks"]], ["hosta", "hostb"])

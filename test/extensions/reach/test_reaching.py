@@ -150,11 +150,13 @@ class TestReaching(CommandCase):
             ("test_x", "TestX.test_2"): Executed([f"{CORE}.Unit.step", f"{CORE}.shard"], 1.0),
             ("test_x", "TestX.test_3"): Executed([f"{CORE}.shard"], 1.0),
             ("test_x", "TestX.test_1"): Executed([]),
-            ("more/test_z", "TestP.test_p"): Executed([]),
+            ("extensions/more/test_z", "TestP.test_p"): Executed([]),
         }
         self.known = build("9.8.7+y", executed, modules_of(self.root / "site/torch"))
         self.map.write_text(self.known.as_text())
-        self.write({"test_x": body("1/0", "pass", "pass"), "z/test_y": body("pass", "pass"), "more/test_z": PASS})
+        self.write(
+            {"test_x": body("1/0", "pass", "pass"), "z/test_y": body("pass", "pass"), "extensions/more/test_z": PASS}
+        )
 
     def reach(self, *what: object, **more: object) -> str:
         return self.run_command("--map", self.map, "--reaching", *what, **{**self.with_torch, **more})
@@ -178,7 +180,7 @@ class TestReaching(CommandCase):
         executed = {name: Executed([f"{CORE}.shard"], 1.0 + place) for place, name in enumerate(names)}
         self.map.write_text(build("9.8.7", executed, modules_of(self.root / "site/torch")).as_text())
         self.write({"test_a": body(*["pass"] * 4, "1/0", "pass"), "test_b": body(*["pass"] * 6)})
-        others = ("-x", "test_x", "more", "z")
+        others = ("-x", "test_x", "extensions", "z")
         jobs = self.jobs("--map", self.map, "--reaching", "shard", *others, **self.with_torch)
         parts = [(job["file"], job["shard_id"], job["num_shards"], job["tests"]) for job in jobs]
         tests = [f"TestX.test_{number}" for number in range(1, 7)]
@@ -207,7 +209,7 @@ class TestReaching(CommandCase):
         self.assertRegex(out, "passed.*\nno test enters 1 function of the change.*back\n$")
 
     def test_what_the_map_does_not_know_runs_last(self):
-        self.write({"test_new": "def f(): shard = 1\n" + body("f()", "pass"), "other/test_o": FAIL})
+        self.write({"test_new": "def f(): shard = 1\n" + body("f()", "pass"), "extensions/other/test_o": FAIL})
         known = dataclasses.replace(self.known, skipped={"test_new": ["TestX.test_2"]})
         self.map.write_text(known.as_text())
         make = "def instantiate_device_type_tests(cls):\n    globals()['TestGCPU'] = type('TestGCPU', (cls,), {})\n"
@@ -218,8 +220,10 @@ class TestReaching(CommandCase):
         self.assertEqual(re.findall(r"passed +(\S+)", out), ["TestX.test_2", "TestX.test_1", "TestGCPU.test_g"])
         self.assertIn("2 tests in 2 files follow, because the map does not know what they reach\n", self.err)
         self.assertIn("left out, because they were skipped when the map was recorded: 1 test\n", self.err)
-        self.assertIn("left out, because the map has no test of their folders: other; -i NAME runs them\n", self.err)
-        self.assertEqual(self.selected("--reaching", "shard", "-i", "other"), [["TestF.test_f"]])
+        self.assertIn(
+            "left out, because the map has no test of their folders: extensions/other; -i NAME runs them\n", self.err
+        )
+        self.assertEqual(self.selected("--reaching", "shard", "-i", "extensions/other"), [["TestF.test_f"]])
         slow = {"env": {**self.with_torch["env"], "PYTORCH_TEST_WITH_SLOW": "1"}}
         elsewhere = [dataclasses.replace(known, torch="9.8.6"), dataclasses.replace(known, device="foo")]
         for other, more in ((known, slow), *((each, self.with_torch) for each in elsewhere)):
@@ -232,7 +236,11 @@ class TestReaching(CommandCase):
         layout = "@@ -8,2 +8,2 @@\n     x += LIMIT\n-    return x\n+    return (x)\n"
         core = "torch/distributed/fsdp/_core.py"
         for path, text, words in (
-            ("torch/csrc/x.cpp", hunk, "cannot tell which .* torch/csrc/x.cpp, .*; -i more z runs all of its tests"),
+            (
+                "torch/csrc/x.cpp",
+                hunk,
+                "cannot tell which .* torch/csrc/x.cpp, .*; -i extensions/more z runs all of its tests",
+            ),
             ("test/z/test_y.py", hunk, "cannot tell which .*; -i z/test_y runs the tests of the same names here"),
             (core, layout, f"nothing that a test could reach has changed: only comments, .* differ in {core}"),
         ):

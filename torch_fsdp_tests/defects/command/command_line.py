@@ -40,7 +40,7 @@ QUESTIONS: dict[str, Sequence[str]] = dict.fromkeys(ALONE, ()) | dict.fromkeys((
 QUESTIONS["list"] = ("ids", *CHOICE)
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def make_parser() -> Parser:
     parser = Parser(
         prog="python -m torch_fsdp_tests.defects",
         description="Check the installed torch for the known defects of FSDP.",
@@ -68,6 +68,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--patch", nargs="+", metavar="ID", help=words)
     parser.add_argument("--fail-on", choices=["present"], help="exit with 1 if a defect is present")
     parser.add_argument("--save-seen", action="store_true", help="store the findings for this version in the registry")
+    return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = make_parser()
     given = parser.parse_args(argv)
     named = [name for name, value in vars(given).items() if value != parser.get_default(name)]
     for question in (name for name in QUESTIONS if name in named):

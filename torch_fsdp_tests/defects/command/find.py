@@ -49,8 +49,9 @@ def fitting(text: str) -> list[Defect]:
     if not _is_error(text) or not message:
         return by_words(message)
     found = by_traceback(text)
-    is_described = not (tracebacks.ANY_FRAME.search(text) or _LOG.search(text) or limits.explaining(text))
-    return by_words(message) if is_described and not found else found
+    if found or tracebacks.ANY_FRAME.search(text) or _LOG.search(text) or limits.explaining(text):
+        return found
+    return by_words(message) if re.search("[A-Za-z]", message) else []
 
 
 def limits_for(text: str) -> list[Limit]:

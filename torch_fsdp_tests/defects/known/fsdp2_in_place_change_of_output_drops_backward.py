@@ -59,25 +59,28 @@ tried: 2.13
 -import warnings
  from collections.abc import Callable, Sequence
 @@ FSDPState._register_pre_backward_hook
-+        last_backward = -1  # the last one that ran the hook of an output
-+
-+        @_dynamo_disable
-+        def pre_backward(grad: torch.Tensor) -> torch.Tensor:
-+            nonlocal last_backward
-+            last_backward = torch._C._current_graph_task_id()
-+            return self._pre_backward(grad)
-+
-+        @_dynamo_disable
-+        def pre_backward_of_base(grad: torch.Tensor) -> torch.Tensor:
-+            # An in-place operation on a view moves the view to another node.
-+            # Hooks stay on the old one, which backward does not run. The node
-+            # of the base remains in the graph.
-+            if last_backward == torch._C._current_graph_task_id():
-+                return grad
-+            return pre_backward(grad)
-+
          # In eager, register hooks directly on grad-requiring outputs.
          tensors = collect_grad_tensors(output)
++        pre_backward = pre_backward_of_base = self._pre_backward
++        if any(t._base is not None for t in tensors):
++            last_backward = -1  # the last one that ran the hook of an output
++
++            @_dynamo_disable
++            def of_output(grad: torch.Tensor) -> torch.Tensor:
++                nonlocal last_backward
++                last_backward = torch._C._current_graph_task_id()
++                return self._pre_backward(grad)
++
++            @_dynamo_disable
++            def of_base(grad: torch.Tensor) -> torch.Tensor:
++                # An in-place operation on a view moves the view to another node.
++                # Hooks stay on the old one, which backward does not run. The
++                # node of the base remains in the graph.
++                if last_backward == torch._C._current_graph_task_id():
++                    return grad
++                return of_output(grad)
++
++            pre_backward, pre_backward_of_base = of_output, of_base
          for t in tensors:
 -            if t._base is not None:
 -                cls = ", ".join(type(m).__name__ for m in self._modules) or "?"

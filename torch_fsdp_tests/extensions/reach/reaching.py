@@ -174,8 +174,8 @@ def _is_of(known: ReachMap, version: str, device: str | None = None) -> bool:
 
 
 def _folder(file: str) -> str:
-    """The outermost folder of a test file, or an empty string if it is in none."""
-    return file.rpartition("/")[0].partition("/")[0]
+    """The outermost folder of a test file, or an empty string if it is in none. Each extension has a folder."""
+    return re.match(r"extensions/[^/]+(?=/)|[^/]+(?=/)|", file)[0]  # type: ignore[index]
 
 
 def _spelled(part: TestRun, source: str) -> frozenset[str]:

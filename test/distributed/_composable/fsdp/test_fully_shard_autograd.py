@@ -41,7 +41,7 @@ from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.references import average, full
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
-from torch_fsdp_tests.fsdp.training import check_parity, optimizers, shard_each, take_step
+from torch_fsdp_tests.fsdp.training import check_parity, optimizers, replicate_each, shard_each, take_step
 from torch_fsdp_tests.installed_torch import torch_facts
 
 DIM = 24
@@ -139,6 +139,33 @@ class AddsOne(nn.Linear):
 def to_one(output: torch.Tensor) -> torch.Tensor:
     """The squared distance to 1. With a sum of the outputs, ReLUs and all gradients would be zero after a few steps."""
     return (output - 1).square().sum()
+
+
+class Head(nn.Module):
+    """A layer that may ignore its second input."""
+
+    def __init__(self, uses_second: bool) -> None:
+        super().__init__()
+        self.layer, self.uses_second = nn.Linear(DIM, DIM), uses_second
+
+    def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return self.layer(first + second if self.uses_second else first)
+
+
+class TwoInputs(nn.Module):
+    """Two layers whose outputs are the inputs of a head."""
+
+    def __init__(self, uses_second: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), Head(uses_second)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.first(x), self.second(x))
+
+
+def _having_gradients(model: nn.Module) -> dict[str, bool]:
+    """Whether each parameter has a gradient."""
+    return {name: param.grad is not None for name, param in model.named_parameters()}
 
 
 class Forces(nn.Module):
@@ -277,6 +304,24 @@ class TestFullyShardAutograd(FSDPTest):
             self._reduce_1d_partial_grads(ref_model)
             self._check_gradients(ref_model, model, rows, mine)
             take_step(optims, set_to_none=step >= 2)  # Adam also moves unused parameters with zero gradients
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(wrap_each=[shard_each, replicate_each], uses_second=[True, False])
+    def test_unused_forward_input(self, wrap_each, uses_second):
+        """Parameters behind an input that a unit does not use have no gradient, and no optimizer moves them."""
+        manual_seed(42)
+        model = TwoInputs(uses_second)
+        ref_model = self._replica(model)
+        wrap_each((model.head, model))
+        optims = [torch.optim.AdamW(each.parameters(), lr=0.1, weight_decay=0.5) for each in (ref_model, model)]
+        rows, mine = self._global_and_local_input()
+        to_one(ref_model(rows)).backward()
+        to_one(model(mine)).backward()
+        self._reduce_1d_partial_grads(ref_model)
+        with torch_defect("fsdp2_unused_input_gets_zeros", when=not uses_second):
+            self.assertEqual(_having_gradients(model), _having_gradients(ref_model))
+            take_step(optims)
+            check_sharded_parity(self, ref_model, model)
 
     @skip_if_lt_x_gpu(2)
     @subtests(input_requires_grad=[True, False])
