@@ -1,7 +1,9 @@
 """Replaces those modules of ``torch.testing._internal`` that tests of FSDP import."""
 
+import importlib
 import sys
 from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 __version__ = "0.1.0"
 
@@ -9,6 +11,18 @@ UPSTREAMS = (
     *("common_cuda", "common_device_type", "common_dist_composable", "common_distributed", "common_fsdp"),
     *("common_utils", "distributed", "inductor_utils", "logging_utils", "two_tensor"),
 )
+
+
+def __getattr__(name: str) -> ModuleType:
+    """A module that the program names in full, as in ``torch_fsdp_tests.common_utils.run_tests()``, without importing
+    it.
+    """
+    if not name.startswith("_"):
+        try:
+            return importlib.import_module(f"{__name__}.{name}")
+        except ModuleNotFoundError as error:
+            raise AttributeError(str(error)) from error
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class _FromTorch:

@@ -24,6 +24,12 @@ COMMIT = "commit.txt"  # in the package where there is no repository: what :func
 
 
 @functools.cache
+def has(file: str | None, folder: str = "test") -> bool:
+    """Whether a file is in this folder of the suite. Test files of other projects are not."""
+    return file is not None and Path(file).resolve().is_relative_to(ROOT / folder)
+
+
+@functools.cache
 def commit() -> str | None:
     """The commit of the tests and the harness, with ``-dirty`` where files differ from it; None if it is unknown."""
     if CHECKOUT is None or not (CHECKOUT / ".git").exists():  # a folder without one may lie in another repository

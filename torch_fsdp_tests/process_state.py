@@ -14,11 +14,12 @@ import random
 import sys
 import threading
 import unittest
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils import _python_dispatch as dispatch
 
 from torch_fsdp_tests import settings
@@ -116,6 +117,7 @@ WATCHED: tuple[Watched, ...] = (
         torch.__future__.get_swap_module_params_on_conversion,
         torch.__future__.set_swap_module_params_on_conversion,
     ),
+    Watched("the debug level of torch.distributed", dist.get_debug_level, dist.set_debug_level),
     Watched("the working directory", _working_directory, _restore_directory),
 )
 
@@ -128,6 +130,19 @@ def _read(watched: Watched) -> Any:
         return watched.read()
     except RuntimeError:
         return _UNREADABLE
+
+
+def values() -> dict[str, Any]:
+    """The watched settings that can be read, by their names."""
+    read = {watched.name: _read(watched) for watched in WATCHED}
+    return {name: value for name, value in read.items() if value is not _UNREADABLE}
+
+
+def adopt(settings_of_another_process: Mapping[str, Any]) -> None:
+    """Give this process some of the :func:`values` of another one."""
+    for watched in WATCHED:
+        if watched.name in settings_of_another_process:
+            watched.restore(settings_of_another_process[watched.name])
 
 
 def save_rng_state() -> Callable[[], None]:

@@ -420,6 +420,8 @@ class TestOptions(unittest.TestCase):
                 "without_effect": ("-p", "-dist", "-r"),
                 "include": ("a",),
             },
+            " ".join(options.ELSEWHERE): {"elsewhere": options.ELSEWHERE, "without_effect": ()},
+            "--hw-classification cpu CUDA": {"hw_classification": ("CPU", "CUDA")},
             "-pt --bring-to-front a b -i c": {"without_effect": ("-pt", "--bring-to-front"), "include": ("c",)},
             "--pytest-k-expr (a) -k b": {"patterns": ("(a)", "b"), "without_effect": ()},
         }

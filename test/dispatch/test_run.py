@@ -171,11 +171,30 @@ class TestSelecting(TreeCase):
     def test_options_of_upstreams_ci(self):
         """Each option that has no effect here is reported once."""
         self.write({"distributed/test_x": PASS, "test_p": PASS})
-        (job,) = self.jobs("--exclude-jit-executor", "--xpu", "--exclude-distributed-tests", "--xpu")
+        (job,) = self.jobs("--exclude-jit-executor", "--dynamo", "--exclude-distributed-tests", "--dynamo")
         self.assertEqual(job["file"], "test_p")
-        words = "these options and variables of PyTorch's CI have no effect here: --exclude-jit-executor, --xpu"
+        words = "these options and variables of PyTorch's CI have no effect here: --exclude-jit-executor, --dynamo"
         self.assertEqual(self.err, f"run_test.py: {words}\n")
         self.assertEqual((self.jobs("--distributed-tests", "--exclude-distributed-tests"), self.code), ([], 5))
+
+    def test_what_has_no_tests_here_is_no_failure(self):
+        """As in PyTorch's CI: an option that selects other parts of PyTorch, or a module without tests."""
+        self.write({"distributed/test_x": PASS, "distributed/__init__": "", "distributed/helper": ""})
+        elsewhere = "no test is here of what {} would run of PyTorch"
+        for words, remark in (
+            (["--include-dynamo-core-tests", "-core"], elsewhere.format("--include-dynamo-core-tests and -core")),
+            (["--hw-classification", "cpu", "CUDA"], elsewhere.format("--hw-classification CPU CUDA")),
+            (
+                ["-i", "distributed/__init__.py", "test/distributed/helper"],
+                "no tests are in distributed/__init__.py, test/distributed/helper",
+            ),
+        ):
+            self.assertEqual((self.jobs(*words), self.code, self.err), ([], 0, f"run_test.py: {remark}\n"))
+            self.run_command(*words)
+            self.assertEqual((self.code, self.out), (0, "0 passed, 0 failed, 0 skipped\n"))
+        for words in (["distributed/helper", "distributed/test_x"], ["--hw-classification", "CPU", "ACCELERATOR"]):
+            (job,) = self.jobs(*words)
+            self.assertEqual((job["file"], self.code), ("distributed/test_x", 0))
 
     def test_files_that_only_upstreams_suite_has(self):
         """They are reported once, and what is here runs. If nothing that is named is here, it is an error."""

@@ -17,6 +17,8 @@ from torch_fsdp_tests.common_distributed import (
     TIMEOUT_OVERRIDE,
     DistributedTestBase,
     MultiProcContinuousTest,
+    MultiProcessTestCase,
+    MultiThreadedTestCase,
     TestSkip,
 )
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorTestBase, with_comms
@@ -204,6 +206,59 @@ class Stays(MultiProcContinuousTest):
     def test_passes(self) -> None:
         self.assertEqual((os.environ["HOOKS_MARK"], self.extra.size(), dist.get_backend()), ("7", 2, "gloo"))
         self.assertEqual(self.given, self.timeout)
+
+
+class _Sets:
+    """Its fixtures change the class and the process before ranks start."""
+
+    world_size: Any = 2
+    mark = 0
+    start: Any
+    dtype = torch.float64  # torch's default in the ranks
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        super().setUpClass()  # type: ignore[misc]
+        cls.mark = 7
+
+    def setUp(self: Any) -> None:
+        super().setUp()  # type: ignore[misc]
+        self.addCleanup(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float64)
+        self.start()
+
+    def test_passes(self: Any) -> None:
+        self.assertEqual((self.mark, torch.get_default_dtype()), (7, self.dtype))
+
+
+class SetsSpawned(_Sets, MultiProcessTestCase):
+    start = MultiProcessTestCase._spawn_processes
+    dtype = torch.float32  # upstream's ranks are fresh interpreters
+
+
+class SetsForked(_Sets, MultiProcessTestCase):
+    start = MultiProcessTestCase._fork_processes
+
+
+class SetsThreads(_Sets, MultiThreadedTestCase):
+    start = MultiThreadedTestCase._spawn_threads
+
+
+class SetsVariables(MultiProcessTestCase):
+    """Sets what torch reads when it is imported."""
+
+    world_size: Any = 1
+
+    def setUp(self) -> None:
+        super().setUp()
+        threads = {"OMP_NUM_THREADS": "3", "MKL_DYNAMIC": "FALSE"}  # MKL takes no more than there are cores
+        variables = mock.patch.dict(os.environ, threads, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+        variables.start()
+        self.addCleanup(variables.stop)
+        self._spawn_processes()
+
+    def test_passes(self) -> None:
+        self.assertEqual((dist.get_debug_level(), torch.get_num_threads()), (dist.DebugLevel.DETAIL, 3))
 
 
 class MakesGroup(DTensorTestBase):

@@ -12,6 +12,7 @@ from samples import Processes, Threads
 from torch_fsdp_tests import common_distributed, extension, process_state, settings
 from torch_fsdp_tests.common_distributed import TEST_SKIPS, MultiProcContinuousTest
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
+from torch_fsdp_tests.installed_torch import read_once
 
 LIMIT = 100  # seconds in which a test that does not hang ends, also on a busy machine
 
@@ -77,6 +78,16 @@ class TestHooks(TestCase):
         self.assertEqual([text.splitlines()[-1] for text in sent], errors)
         notes = [note for call in add.call_args_list for note in call.args[1] if "accepts" in note]
         self.assertEqual(len(notes), int(test != "test_passes"))
+
+    @parametrize("cls", [overrides.SetsSpawned, overrides.SetsForked, overrides.SetsThreads, overrides.SetsVariables])
+    def test_ranks_have_what_fixtures_have_set(self, cls):
+        """A setting of the process reaches ranks that upstream forks, or makes as threads."""
+        self.assertEqual(text_of(result_of(cls)), "")
+
+    def test_variables_that_torch_reads_once(self):
+        once = ("KMP_AFFINITY", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "TORCHDYNAMO_VERBOSE", "TORCH_LOGS")
+        later = ("NCCL_DEBUG", "TORCHELASTIC_X", "TORCH_FSDP_TESTS_X", "TORCH_NCCL_X", "WORLD_SIZE")
+        self.assertEqual(read_once.changed(os.environ | dict.fromkeys([*once, *later], "no value")), list(once))
 
     def test_a_subclass_that_starts_too_few_ranks_fails(self):
         """One rank of a fake world is enough."""

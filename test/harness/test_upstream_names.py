@@ -3,6 +3,7 @@
 import importlib
 import operator
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -15,7 +16,7 @@ from unittest import mock
 import torch
 import torch._dynamo.test_case
 import torch.distributed as dist
-from samples import run
+from samples import run, under_test
 
 from torch_fsdp_tests import common_cuda, common_distributed, common_fsdp, settings
 from torch_fsdp_tests.common_device_type import (
@@ -31,7 +32,7 @@ from torch_fsdp_tests.common_distributed import (
     spawn_threads_and_init_comms,
 )
 from torch_fsdp_tests.common_fsdp import FSDPTest
-from torch_fsdp_tests.common_utils import TestCase, parametrize, run_tests
+from torch_fsdp_tests.common_utils import TestCase, absent_devices, parametrize, run_tests
 from torch_fsdp_tests.common_utils.parametrization import instantiate_parametrized_tests
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.distributed._tensor import common_dtensor
@@ -42,6 +43,7 @@ from torch_fsdp_tests.ranks import RanksErred, RanksFailed
 from torch_fsdp_tests.tools.names_left import left
 
 UPSTREAM = upstream_names.UPSTREAM
+VENDORS = Path(__file__).parents[2] / "docs" / "vendors.md"
 
 
 def imported(statement: str) -> object:
@@ -51,6 +53,7 @@ def imported(statement: str) -> object:
     return list(scope.values())[-1]
 
 
+@instantiate_parametrized_tests
 class TestBorrowed(TestCase):
     """Without it, a vendor's file could end at an import, or change the process in which tests run."""
 
@@ -133,6 +136,16 @@ class TestBorrowed(TestCase):
             with self.assertWarnsRegex(FutureWarning, f"in torch 2.6 and older versions: use {new.split('.')[0]}"):
                 value = operator.attrgetter(old)(module)
             self.assertIs(value, operator.attrgetter(new)(module))
+        group: Any = types.SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+        mode: Any = {"cuda_init_mode": common_fsdp.DEVICEInitMode.DEVICE_NEVER}
+        for model in (common_fsdp.NestedWrappedModule, common_fsdp.TransformerWithSharedParams):
+            with self.assertWarnsRegex(FutureWarning, "cuda_init_mode .* use device_init_mode"):
+                self.assertIsInstance(model.init(group, common_fsdp.FSDPInitMode.NO_FSDP, **mode), model)
+
+    def test_what_plugins_of_pytest_read(self):
+        guard = common_distributed.skip_if_lt_x_gpu
+        guarded: Any = guard(4)(guard(2)(lambda: None))
+        self.assertEqual(guarded._min_gpus_required, 4)
 
     def test_tests_of_local_tensors_skip(self):
         class TestX(common_dtensor.DTensorTestBase):
@@ -169,6 +182,35 @@ class TestBorrowed(TestCase):
         with self.assertRaisesRegex(AssertionError, "asked the device"):
             device.device_count()
 
+    @parametrize(
+        "imports",
+        [
+            "import torch\nfrom torch.testing._internal.common_utils import (\n    TestCase,\n)",
+            "import torch.testing._internal.common_utils\nTestCase = torch.testing._internal.common_utils.TestCase",
+            "import torch.testing._internal.common_utils as it\nfrom torch.testing._internal import common_fsdp\n"
+            "if 1:\n    from torch.testing._internal.common_utils import TestCase",
+        ],
+    )
+    def test_full_names_in_a_file_that_the_documented_command_has_renamed(self, imports):
+        code = (
+            f'"""Tests."""\nfrom __future__ import annotations\n{imports}\nimport unittest.mock\n'
+            "torch.testing._internal.common_fsdp.DEVICE_TYPE = 'cpu'\n"
+            "class TestMine(TestCase):\n"
+            "    @unittest.mock.patch('torch.testing._internal.common_utils.run_tests')\n"
+            "    def test_mine(self, run):\n"
+            "        self.assertIs(torch.testing._internal.common_utils.run_tests, run)\n"
+            "if __name__ == '__main__':\n"
+            "    torch.testing._internal.common_utils.run_tests()\n"
+        )
+        command = VENDORS.read_text(encoding="utf-8").partition("sed -i.bak -E '")[2].partition("' test_*.py")[0]
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "test_mine.py")
+            file.write_text(code)
+            subprocess.run(["sed", "-i.bak", "-E", command, file], check=True, timeout=100)
+            done = subprocess.run([sys.executable, file, "-v"], capture_output=True, text=True, timeout=300)
+        self.assertIn("test_mine (__main__.TestMine.test_mine) ... ok", done.stderr)
+        self.assertEqual(done.returncode, 0)
+
     def test_run_tests_of_torch_is_ours(self):
         code = (
             "import torch._dynamo.test_case\n"
@@ -184,6 +226,86 @@ class TestBorrowed(TestCase):
             done = subprocess.run([sys.executable, file, "-v"], capture_output=True, text=True, timeout=300)
         self.assertIn("test_mine (__main__.TestMine.test_mine) ... ok", done.stderr)
         self.assertEqual(done.returncode, 0)
+
+
+@instantiate_parametrized_tests
+class TestAbsentDevices(TestCase):
+    """Without it, a test of a vendor's file would fail because the machine has another device."""
+
+    @parametrize(
+        "code",
+        [
+            "torch.ones(1).cuda()",
+            "torch.ones(1, device='xpu')",
+            "torch.ones(1, device='hpu')",
+            "torch.ones(1, device='mps')",
+            "torch.ones(1).npu()",
+            "torch.device('sdaa:0')",
+            "torch.npu",
+            "torch.cuda.set_device(0)",
+            "torch.cuda.Event()",
+            "torch.cuda.device(0).__enter__()",
+            "torch.accelerator.current_device_index()",
+        ],
+    )
+    def test_torch_rejects(self, code):
+        if torch.accelerator.is_available():
+            self.skipTest("the names are those of devices that are missing on a machine without any")
+        with self.assertRaises(Exception) as raised:
+            eval(code)
+        self.assertRegex(str(absent_devices.absence(raised.exception)), "^the test names a device that is not there: .")
+
+    def test_what_torch_rejects_for_another_reason(self):
+        for code in ("torch.ones(1, device='meta').item()", "torch.ones(1).nothing()", "torch.ones(2) @ torch.ones(3)"):
+            with self.assertRaises(Exception) as raised:
+                eval(code)
+            self.assertIsNone(absent_devices.absence(raised.exception), code)
+        broken = RuntimeError("No CUDA GPUs are available")
+        for device, skips in (("cuda", False), ("npu", True)):
+            with under_test(accelerator.Accelerator(device, "nccl", count=2, ranks=2)):
+                self.assertEqual(absent_devices.absence(broken) is not None, skips)
+
+    def test_only_a_file_of_another_project_skips(self):
+        if torch.accelerator.is_available():
+            self.skipTest("the file names a device that is missing on a machine without any")
+        with tempfile.TemporaryDirectory() as folder, self.assertRaisesRegex(RuntimeError, "sdaa"):
+            file = Path(folder, "test_mine.py")
+            file.write_text(ABSENT)
+            done = subprocess.run([sys.executable, file, "-v"], capture_output=True, text=True, timeout=300)
+            skipped = re.findall(r"\.\.\. skipped .* is not there: Expected one of", done.stderr)
+            self.assertEqual(len(skipped), 4, done.stderr)
+            self.assertEqual(done.returncode, 0)
+            with absent_devices.skips(type(self)):
+                torch.device("sdaa")
+
+
+ABSENT = """
+import torch
+from torch_fsdp_tests.common_distributed import MultiProcContinuousTest, MultiProcessTestCase
+from torch_fsdp_tests.common_utils import TestCase, run_tests
+
+class TestPlain(TestCase):
+    def test_here(self): torch.device("sdaa")
+
+class TestSetUp(TestCase):
+    def setUp(self): torch.device("sdaa")
+    def test_set_up(self): pass
+
+class TestRanks(MultiProcessTestCase):
+    world_size = 2
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+    def test_ranks(self): torch.device("sdaa")
+
+class TestStaying(MultiProcContinuousTest):
+    world_size = 2
+    @classmethod
+    def _init_pg(cls, *arguments): torch.device("sdaa")
+    def test_staying(self): pass
+
+run_tests()
+"""
 
 
 class TestAssigned(TestCase):

@@ -24,7 +24,7 @@ import torch
 from torch_fsdp_tests import extension, process_state, settings, world_sizes
 from torch_fsdp_tests.common_distributed.requirements import requirements_of, skip_codes, skip_unless
 from torch_fsdp_tests.common_distributed.subtests import run_subtests
-from torch_fsdp_tests.common_utils import TestCase, defect_blocks
+from torch_fsdp_tests.common_utils import TestCase, absent_devices, defect_blocks
 from torch_fsdp_tests.common_utils.testcase import is_ours, subtest_words
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.processes import system
@@ -100,11 +100,12 @@ class _Tally(threading.local):
 _tally = _Tally()
 
 
-def run_in_rank(rank: int, body: Callable[[], object]) -> RankResult:
+def run_in_rank(rank: int, body: Callable[[], object], owner: type | Callable = TestCase) -> RankResult:
     """Run a test in a rank, count its subtests, and return its result with its ``torch_defect`` blocks.
 
     If all subtests of a test skipped, the test has skipped. Only ``SystemExit`` leaves this function: a rank that exits
-    with 0 after its test method has passed, as some ``_run`` of vendors do, has passed.
+    with 0 after its test method has passed, as some ``_run`` of vendors do, has passed. ``owner`` is the class of the
+    test, or a function of its file.
     """
     _tally.__init__()  # type: ignore[misc]
 
@@ -112,7 +113,8 @@ def run_in_rank(rank: int, body: Callable[[], object]) -> RankResult:
 
     def counted() -> None:
         try:
-            body()
+            with absent_devices.skips(owner):
+                body()
         except SystemExit as leaving:
             _check_exit(leaving)
         finally:
@@ -353,7 +355,7 @@ class RankTestCase(TestCase):
         def body() -> None:
             nonlocal returned
             try:
-                with extension.around(self, self.rank):
+                with absent_devices.skips(type(self)), extension.around(self, self.rank):
                     returned = getattr(self, test_name)(**kwargs)
             except Exception as error:
                 with contextlib.suppress(AttributeError):  # then it counts as an exception of the fixtures

@@ -193,7 +193,7 @@ class MultiProcContinuousTest(RankTestCase):
                 with named_leaks(assignment), _same_groups(assignment):
                     cls._run_test_given_id(test)
 
-            result = run_in_rank(rank, live)
+            result = run_in_rank(rank, live, cls)
             if result.state.is_bad:
                 # The others may wait for this rank in a collective, and learn of its end when it exits. The group is
                 # useless now, and to destroy it properly could take forever.

@@ -135,6 +135,7 @@ class MultiProcessTestCase(RankTestCase):
         self.processes: list[BaseProcess] = []
         self.pid_to_pipe: dict[int | None, Connection] = {}
         self._answers: dict[int, Any] = {}  # of ranks past their limit
+        self._forks = False  # whether upstream's ranks would be forks
 
     def _current_test_name(self) -> str:
         """The name of the test method."""
@@ -149,7 +150,12 @@ class MultiProcessTestCase(RankTestCase):
         """
         self._start_processes(multiprocessing.get_context("spawn").Process)
 
-    _fork_processes = _spawn_processes  # upstream has both; here a test does not choose how ranks are started
+    def _fork_processes(self) -> None:
+        """Like :meth:`_spawn_processes`. As upstream, the ranks also have settings that the test process has changed,
+        such as torch's default dtype.
+        """
+        self._forks = True
+        self._spawn_processes()
 
     def _start_processes(self, proc: Callable[..., BaseProcess]) -> None:
         """Make and start a process of multiprocessing for each rank. Subclasses may override or extend this method.
@@ -180,7 +186,8 @@ class MultiProcessTestCase(RankTestCase):
             if are_made() and not is_ours:
                 place = extension.place()
                 self._reject(f"cannot start the ranks of {place.maker}: {place.remedy}")
-            group = start_ranks(type(self), self._current_test_name(), world_size, at_once=False)
+            name = self._current_test_name()
+            group = start_ranks(type(self), name, world_size, at_once=False, forks=self._forks)
             self._take_ranks(group)
             self.file_name = group.file_name
             limit = limit_of(self.id())
@@ -319,7 +326,7 @@ class MultiProcessTestCase(RankTestCase):
         rank = assignment.index
         cls._assignment = assignment
         for test in assignment.orders():
-            assignment.report(run_in_rank(rank, functools.partial(cls._called, assignment, test)))
+            assignment.report(run_in_rank(rank, functools.partial(cls._called, assignment, test), cls))
 
     @classmethod
     def _called(cls, assignment: Assignment, test: str) -> None:

@@ -116,10 +116,10 @@ def run_threads(
     return [results[rank] for rank in range(world_size)]
 
 
-def _in_thread(rank: int, body: Callable[[], object]) -> RankResult:
+def _in_thread(owner: type | Callable, rank: int, body: Callable[[], object]) -> RankResult:
     """Like ``run_in_rank``, but ``SystemExit`` is an error, because it would not end the process from a thread."""
     try:
-        return run_in_rank(rank, body)
+        return run_in_rank(rank, body, owner)
     except SystemExit as leaving:
         if isinstance(leaving, PeerFailed):
             return dataclasses.replace(raised(rank, leaving), text=str(leaving), may_follow=True)
@@ -191,7 +191,7 @@ class MultiThreadedTestCase(RankTestCase):
         for test in assignment.orders():
 
             def live(rank: int, test: str = test) -> RankResult:
-                return _in_thread(rank, functools.partial(cls._run, test, rank, assignment.world_size))
+                return _in_thread(cls, rank, functools.partial(cls._run, test, rank, assignment.world_size))
 
             with named_leaks(assignment):
                 run_threads(assignment.world_size, live, limit_of(test), assignment.report)
@@ -240,7 +240,7 @@ def spawn_threads_and_init_comms(
         ranks = accelerator.current().ranks if world_size is None else world_size
         limit = limit_of("") if timeout is None else timeout
         body = functools.partial(func, *args, **kwargs)
-        results = run_threads(ranks, lambda rank: _in_thread(rank, body), limit)
+        results = run_threads(ranks, lambda rank: _in_thread(func, rank, body), limit)
         ended = [dataclasses.replace(result, at=result.seconds, exit_code=0) for result in results]
         raise_verdict(judge(ended, limit, skip_codes()))
 

@@ -163,6 +163,8 @@ def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = True) -> Callable[[Decorated],
     def decorate(function: Decorated) -> Decorated:
         wrapped = requires(reason)(function)
         world_sizes.declare(wrapped, max(x, world_sizes.declared_by(function)))
+        # Upstream's, by which plugins of pytest select tests.
+        wrapped._min_gpus_required = max(x, getattr(function, "_min_gpus_required", 0))  # type: ignore[attr-defined]
         return wrapped
 
     return decorate

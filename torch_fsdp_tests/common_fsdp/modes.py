@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import abc
 import enum
-from typing import Any
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 class FSDPInitMode(enum.Enum):
@@ -31,6 +37,20 @@ class CUDAInitMode:
     CUDA_BEFORE = DEVICEInitMode.DEVICE_BEFORE
     CUDA_AFTER = DEVICEInitMode.DEVICE_AFTER
     CUDA_NEVER = DEVICEInitMode.DEVICE_NEVER
+
+
+def older_keyword(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Let a function take ``device_init_mode`` as ``cuda_init_mode``, its name in torch 2.6 and older versions."""
+
+    @functools.wraps(function)
+    def renamed(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        if "cuda_init_mode" in kwargs:
+            words = "cuda_init_mode is the name in torch 2.6 and older versions: use device_init_mode"
+            warnings.warn(words, FutureWarning, stacklevel=2)
+            kwargs["device_init_mode"] = kwargs.pop("cuda_init_mode")
+        return function(*args, **kwargs)
+
+    return renamed
 
 
 class FullyShardMode(enum.Enum):

@@ -16,7 +16,7 @@ from torch_fsdp_tests.common_utils.seed import manual_seed
 
 from .delays import _delayed_reduce_scatter, _delayed_reshard, delay_device
 from .device import get_devtype
-from .modes import DEVICEInitMode, FSDPInitMode, FSDPTestModel
+from .modes import DEVICEInitMode, FSDPInitMode, FSDPTestModel, older_keyword
 from .states import _maybe_wrap_fsdp, _move_to_device
 
 Layer = Callable[[int, int], nn.Module]
@@ -30,6 +30,7 @@ class NestedWrappedModule(FSDPTestModel):
     ``group``. The outer layers and the model are not. ``deterministic`` seeds with 0 first. Inputs differ by rank.
     """
 
+    @older_keyword
     def __init__(
         self,
         group: dist.ProcessGroup,
@@ -80,6 +81,7 @@ class NestedWrappedModule(FSDPTestModel):
         loss.backward()
 
     @classmethod
+    @older_keyword
     def init(
         cls,
         group: dist.ProcessGroup,
@@ -187,6 +189,7 @@ class NestedWrappedModuleWithDelay(ModuleWithDelay):
     """:class:`ModuleWithDelay` around a :class:`NestedWrappedModule`."""
 
     @staticmethod
+    @older_keyword
     def init(  # type: ignore[override]
         group: dist.ProcessGroup,
         fsdp_init_mode: FSDPInitMode,
@@ -227,6 +230,7 @@ class MixtureOfExperts(NestedWrappedModule):
     expert with 42 plus the rank and the others with 0. ``delay_before_free_ms`` delays each reshard in forward.
     """
 
+    @older_keyword
     def __init__(
         self,
         group: dist.ProcessGroup,

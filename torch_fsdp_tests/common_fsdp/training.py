@@ -23,7 +23,7 @@ from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.installed_torch import torch_names
 
 from .device import get_devtype, rank_device
-from .modes import DEVICEInitMode, FSDPInitMode, FSDPTestModel
+from .modes import DEVICEInitMode, FSDPInitMode, FSDPTestModel, older_keyword
 from .states import _zero_model
 
 _fsdp1_common = torch_names.module("torch.distributed.fsdp._common_utils")
@@ -195,6 +195,7 @@ class FSDPTestMixin(RankTestCase):
             torch_names.attribute(model, "_assert_state")(_fsdp1_common.TrainingState.IDLE)
         return loss.detach()
 
+    @older_keyword
     def _test_fsdp_parity(
         self,
         model_class: type[FSDPTestModel],

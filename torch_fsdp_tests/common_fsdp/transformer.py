@@ -15,7 +15,7 @@ from torch_fsdp_tests.common_utils.seed import manual_seed
 from torch_fsdp_tests.installed_torch import torch_names
 
 from .device import get_devtype
-from .modes import DEVICEInitMode, FSDPInitMode, FSDPTestModel
+from .modes import DEVICEInitMode, FSDPInitMode, FSDPTestModel, older_keyword
 from .states import _move_to_device
 
 _fsdp1_init = torch_names.module("torch.distributed.fsdp._init_utils")
@@ -29,6 +29,7 @@ class TransformerWithSharedParams(FSDPTestModel):
     dropout is off and all instances are equal. ``get_input`` returns the same tokens on every rank.
     """
 
+    @older_keyword
     def __init__(
         self, group: dist.ProcessGroup, device_init_mode: DEVICEInitMode, add_bn: bool, deterministic: bool
     ) -> None:
@@ -73,6 +74,7 @@ class TransformerWithSharedParams(FSDPTestModel):
         loss.backward()
 
     @staticmethod
+    @older_keyword
     def init(
         group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup],
         fsdp_init_mode: FSDPInitMode,

@@ -29,7 +29,7 @@ from torch_fsdp_tests.verdict import (
     returned,
 )
 
-from . import defect_blocks, vacuous
+from . import absent_devices, defect_blocks, vacuous
 from .equality import Closeness, describe, differences, pairs
 from .seed import set_rng_seed
 
@@ -132,11 +132,16 @@ class TestCase(expecttest.TestCase):
             self.addCleanup(process_state.undo_leaks, self, process_state.SavedState(), ended)
             return super().run(result)
 
+    def _callSetUp(self) -> None:
+        with absent_devices.skips(type(self)):
+            super()._callSetUp()
+
     def _callTestMethod(self, method: Callable[[], object]) -> None:
         if not isinstance(self, unittest.IsolatedAsyncioTestCase):  # which runs what is async
             method = returned.checked(self, method)
         try:
-            super()._callTestMethod(method)
+            with absent_devices.skips(type(self)):
+                super()._callTestMethod(method)
         except unittest.SkipTest:
             raise
         except Exception as error:

@@ -6,11 +6,9 @@ itself. A test that compares such values fails in :meth:`.TestCase.assertEqual`,
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,19 +27,12 @@ KINDS = {
     "nonfinite": "both have an infinity or a NaN, which many mistakes lead to",
 }
 
-_TESTS = installation.ROOT / "test" / "distributed"
-
 
 def is_judged(cls: type) -> bool:
     """Whether a test case is one of this suite's tests of FSDP. Other files are not judged: those that were written for
     upstream's classes, in any other folder, and the tests of the suite itself, which compare few tensors.
     """
-    return _is_test_of_fsdp(getattr(sys.modules.get(cls.__module__), "__file__", None))
-
-
-@functools.cache
-def _is_test_of_fsdp(path: str | None) -> bool:
-    return path is not None and Path(path).resolve().is_relative_to(_TESTS)
+    return installation.has(getattr(sys.modules.get(cls.__module__), "__file__", None), "test/distributed")
 
 
 def kinds(may_be: str | tuple[str, ...]) -> set[str]:

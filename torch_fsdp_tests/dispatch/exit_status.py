@@ -16,7 +16,11 @@ class ExitStatus(enum.IntEnum):
         status.sentence = sentence
         return status
 
-    OK = 0, "every test that ran had the expected outcome, or this shard had nothing to run"
+    OK = (
+        0,
+        "every test that ran had the expected outcome, or there was nothing to run: in this shard, in a module without "
+        "tests, or for an option that selects other parts of PyTorch",
+    )
     FAILED = (
         1,
         "a test or a file failed (with --fail-on-flaky also: passed only when it was repeated), or what else an option "
@@ -30,8 +34,8 @@ class ExitStatus(enum.IntEnum):
     HOST = 4, "tests failed, and some of the failures began on one host of the launch and none on the others"
     NOTHING_RAN = (
         5,
-        "nothing ran: the selection is empty, none of its tests was executed or compared, or none is known to enter "
-        "what changed",
+        "nothing ran: the selection is empty (also by -k, where PyTorch's own run_test.py exits with 0), none of its "
+        "tests was executed or compared, or none is known to enter what changed",
     )
     HUNG_UP = 129, "the terminal was closed, or the connection was lost (SIGHUP)"
     INTERRUPTED = 130, "interrupted (SIGINT)"

@@ -22,7 +22,7 @@ from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.other_ranks import OtherRanks
 from torch_fsdp_tests.dispatch.run_plan import RunPlan
 from torch_fsdp_tests.dispatch.runtests import RunTests
-from torch_fsdp_tests.dispatch.select import Narrowed, UnknownTest, matching, select
+from torch_fsdp_tests.dispatch.select import Narrowed, UnknownTest, matching, select, without_tests
 from torch_fsdp_tests.dispatch.stages import Stage
 from torch_fsdp_tests.dispatch.upstream import absent
 from torch_fsdp_tests.processes import leaks, system
@@ -97,13 +97,13 @@ def _checked(run: RunTests, others: OtherRanks) -> ExitStatus:
         planned = run_plan.make(run, others.world_size, files, narrowed, device_set)
         planned = dataclasses.replace(planned, entries=tuple(_entries(run)))
         _remark(*planned.remarks)
-        if not selection and not narrowed.verdict:
+        if not selection and not narrowed.verdict and not narrowed.is_elsewhere:
             nothing = f"none of the selected tests failed when they were last run here on {device_set.type}"
             _remark(nothing if run.selection.failed_only else "nothing is selected")
         elif selection and not planned.jobs:
             shard = f"shard {run.selection.shard} of {run.selection.num_shards}"
             _remark(f"{shard} has nothing to run: there are fewer jobs than shards")
-        status = ExitStatus.OK if selection else ExitStatus.NOTHING_RAN
+        status = ExitStatus.OK if selection or narrowed.is_elsewhere else ExitStatus.NOTHING_RAN
         if children is None and planned.jobs and run.selection.patterns:
             planned, status = _matching(run, others, planned)
         if children is None and run.output.list_files:
@@ -151,6 +151,9 @@ def _devices(run: RunTests, others: OtherRanks) -> DeviceSet:
 
 
 def _select(run: RunTests, files: Mapping[str, Path], device: str) -> Narrowed:
+    if (nothing := _nothing_here(run, files)) is not None:
+        _remark(nothing)
+        return Narrowed([], is_elsewhere=True)
     include, exclude, within = _present(run, files)
     selection = select(files, include, exclude, run.selection.test_directory, within)
     below = set(matching("distributed", [*files]))
@@ -169,17 +172,29 @@ def _select(run: RunTests, files: Mapping[str, Path], device: str) -> Narrowed:
     return Narrowed(selection, may_be_cut=True)
 
 
+def _nothing_here(run: RunTests, files: Mapping[str, Path]) -> str | None:
+    """A sentence about a command line that selects only what has no tests here, or None."""
+    named = run.selection.include
+    if named and len(helpers := without_tests(named, files, run.selection.test_directory)) == len(named):
+        return f"no tests are in {first_few(helpers)}"
+    return run.selection.elsewhere_in_words
+
+
 def _present(run: RunTests, files: Mapping[str, Path]) -> list[list[str]]:
     """The names to include, to exclude, and to limit the run to, without those of files that only PyTorch's suite has.
 
     A remark names these files. Raises :class:`UnknownTest` if no other name is left of one kind that selects.
     """
     named = (run.selection.include, run.selection.exclude, run.selection.within)
-    lacking = absent([name for names in named for name in names], files, run.selection.test_directory)
-    left = [[name for name in names if name not in lacking] for names in named]
+    every = [name for names in named for name in names]
+    lacking = absent(every, files, run.selection.test_directory)
+    helpers = without_tests(every, files, run.selection.test_directory)
+    left = [[name for name in names if name not in {*lacking, *helpers}] for names in named]
     if (run.selection.include and not left[0]) or (run.selection.within and not left[2]):
         words = f"none of the named test files of PyTorch is here: {first_few(lacking)}"
         raise UnknownTest(f"{words}; --list shows all files")
+    if helpers:
+        _remark(f"no tests are in {first_few(helpers)}")
     if lacking:
         _remark(f"these test files of PyTorch are not here: {first_few(lacking)}")
     return left

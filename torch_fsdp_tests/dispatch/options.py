@@ -19,7 +19,15 @@ from torch_fsdp_tests import extension, installation, settings
 from torch_fsdp_tests.dispatch import devices, keywords
 from torch_fsdp_tests.dispatch.exit_status import ExitStatus
 from torch_fsdp_tests.dispatch.option_types import option_type, positive, whole_number
-from torch_fsdp_tests.dispatch.runtests import DEFAULT_DIRECTORY, REPORTS, Execution, Output, RunTests, Selection
+from torch_fsdp_tests.dispatch.runtests import (
+    ACCELERATOR,
+    DEFAULT_DIRECTORY,
+    REPORTS,
+    Execution,
+    Output,
+    RunTests,
+    Selection,
+)
 from torch_fsdp_tests.extension import Features, absolute
 from torch_fsdp_tests.settings import BACKEND_VARIABLE, DEVICE_VARIABLE, TIMEOUT_VARIABLE, ConfigurationError
 
@@ -32,14 +40,17 @@ MAX_TESTS = 10_000_000
 # Options of PyTorch's own run_test.py that this suite accepts and ignores, so that command lines of PyTorch's CI can be
 # pasted. They are about other parts of PyTorch, uploads, the order of files, or a choice of tests by a change.
 WITHOUT_EFFECT = (
-    *("--core", "--cpp", "--dynamo", "--einops", "--functorch", "--inductor", "--jit", "--mps", "--onnx", "--openreg"),
-    *("--xpu", "--include-cpython-tests", "--include-dynamo-core-tests", "--include-inductor-core-tests"),
-    *("--exclude-aot-dispatch-tests", "--exclude-inductor-tests", "--exclude-jit-executor"),
+    *("--dynamo", "--inductor", "--exclude-aot-dispatch-tests", "--exclude-inductor-tests", "--exclude-jit-executor"),
     *("--exclude-quantization-tests", "--exclude-torch-export-tests", "--enable-td", "--enable-timeout"),
     *("--ignore-win-blocklist", "--no-translation-validation", "--upload-artifacts-while-running"),
     # What it passes on to pytest. Options that select tests are not here: ignoring them would run other tests.
     *("--pytest", "--use-pytest", "--flake-finder", "--continue-on-collection-errors", "--disable-warnings"),
     *("--forked", "--cache-clear", "--exitfirst", "--full-trace", "--no-header", "--no-summary", "-s"),
+)
+# Options that select only tests of other parts of PyTorch. There are none of these here.
+ELSEWHERE = (
+    *("-core", "--core", "--cpp", "--einops", "--functorch", "--jit", "--mps", "--onnx", "--openreg", "--xpu"),
+    *("--include-cpython-tests", "--include-dynamo-core-tests", "--include-inductor-core-tests"),
 )
 # They take a value.
 WITHOUT_EFFECT_WITH_VALUE = (
@@ -62,12 +73,12 @@ _OF_TEST_FILES = {
 }
 LESS_USED = """\
 also accepted, for the documented tasks and command lines of PyTorch's CI: --distributed-tests,
---exclude-distributed-tests, --disabled-tests, --slow-tests, --rerun-disabled-tests, --test-times, --pipe-logs,
---showlocals, --no-showlocals, --strict-leaks, --strict-names"""
+--exclude-distributed-tests, --hw-classification, --disabled-tests, --slow-tests, --rerun-disabled-tests,
+--test-times, --pipe-logs, --showlocals, --no-showlocals, --strict-leaks, --strict-names"""
 # Options that no longer exist, with what to do instead.
 _REMOVED = {"--perturb": "python -m torch_fsdp_tests.check compares a model before and after each step"}
 # Fields that an ordinary command line of this suite leaves alone, and one of PyTorch's CI does not.
-_SIGNS_OF_CI = ("without_effect", "distributed_only", "without_distributed")
+_SIGNS_OF_CI = ("without_effect", "hw_classification", "distributed_only", "without_distributed")
 
 
 class Parser(argparse.ArgumentParser):
@@ -92,7 +103,8 @@ class Parser(argparse.ArgumentParser):
 
     def effective_options(self) -> list[str]:
         """The options that are not only accepted."""
-        return [name for name, each in self._option_string_actions.items() if each.dest != "without_effect"]
+        silent = ("without_effect", "elsewhere")
+        return [name for name, each in self._option_string_actions.items() if each.dest not in silent]
 
 
 @option_type
@@ -198,8 +210,10 @@ def make_parser() -> Parser:
     _add_options_of_upstream(parser)
     add = parser.add_argument
     ignored: dict[str, Any] = {"dest": "without_effect", "help": argparse.SUPPRESS}
-    for name in ("-core", "-pt", *WITHOUT_EFFECT):
+    for name in ("-pt", *WITHOUT_EFFECT):
         add(name, action="append_const", const=name, **ignored)
+    for name in ELSEWHERE:
+        add(name, action="append_const", const=name, dest="elsewhere", help=argparse.SUPPRESS)
     for name in WITHOUT_EFFECT_WITH_VALUE:
         add(name, action="append", type=_named(name), **ignored)
     add("--bring-to-front", action="extend", nargs="+", type=_named("--bring-to-front"), **ignored)
@@ -213,6 +227,7 @@ def _add_options_of_upstream(parser: Parser) -> None:
     add = parser.add_argument
     add("--distributed-tests", **flag, dest="distributed_only")  # as -i distributed
     add("--exclude-distributed-tests", **flag, dest="without_distributed")
+    add("--hw-classification", nargs="+", type=str.upper, metavar="CLASS", help=argparse.SUPPRESS)
     add("--test-times", **file, action="append")
     add("--strict-leaks", **flag)
     add("--strict-names", **flag)
@@ -327,6 +342,8 @@ def _remarks(given: Mapping[str, Any], nothing: Sequence[str], environment: Mapp
     """What a user may not expect of a command line of PyTorch's CI, and of variables that leave out tests."""
     if nothing:
         yield f"these options and variables of PyTorch's CI have no effect here: {', '.join(nothing)}"
+    if ACCELERATOR in given.get("hw_classification", ()):
+        yield f"--hw-classification {ACCELERATOR} leaves out nothing: all tests here are for any device"
     if "timeout" in given and any(name in given for name in _SIGNS_OF_CI):
         yield f"--timeout limits a file here, and a test in PyTorch's CI; {TIMEOUT_VARIABLE} limits a test"
     if settings.tests_to_include(environment):

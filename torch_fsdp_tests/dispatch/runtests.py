@@ -13,6 +13,9 @@ DEFAULT_DIRECTORY = "test"  # in the checkout, or in the installed package
 REPORTS = "test-reports"
 
 
+ACCELERATOR = "ACCELERATOR"  # upstream's kind of test classes that are for any device
+
+
 @dataclasses.dataclass(frozen=True)
 class Selection:
     """What runs."""
@@ -23,6 +26,8 @@ class Selection:
     exclude: tuple[str, ...] = ()
     patterns: tuple[str, ...] = ()  # -k
     within: tuple[str, ...] = ()  # of what is included, only these: TESTS_TO_INCLUDE
+    elsewhere: tuple[str, ...] = ()  # options that select only tests of other parts of PyTorch
+    hw_classification: tuple[str, ...] = ()  # upstream's kinds of test classes
     distributed_only: bool = False
     without_distributed: bool = False
     failed_only: bool = False
@@ -39,6 +44,14 @@ class Selection:
     def is_own(self) -> bool:
         """Whether it runs the tests of the suite."""
         return self.test_directory == self.default_directory
+
+    @property
+    def elsewhere_in_words(self) -> str | None:
+        """A sentence about options of PyTorch's CI that select no test of this suite, or None."""
+        options = list(self.elsewhere)
+        if self.hw_classification and ACCELERATOR not in self.hw_classification:
+            options.append(" ".join(("--hw-classification", *self.hw_classification)))
+        return f"no test is here of what {' and '.join(options)} would run of PyTorch" if options else None
 
     @property
     def is_narrowed_by_file(self) -> bool:

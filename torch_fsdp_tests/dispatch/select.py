@@ -31,6 +31,7 @@ class Narrowed:
     verdict: str = ""  # printed at the end: why passing proves nothing
     proves_nothing: bool = False  # even if all tests pass
     may_be_cut: bool = False  # whether a long file may run in parts
+    is_elsewhere: bool = False  # nothing is selected because only other parts of PyTorch have such tests
     in_order: bool = False  # whether the order of the tests matters more than full use of the slots
 
 
@@ -119,6 +120,17 @@ def find(text: str, files: Mapping[str, Path], directory: Path) -> list[tuple[st
     if len(inside) > 2 or not all(inside):
         raise UnknownTest(f"unknown test {text!r}; write file::Class or file::Class::test")
     return [(name, _inside(text, inside, source_of(files[name]))) for name in matches]
+
+
+def without_tests(words: Iterable[str], files: Iterable[str], directory: Path) -> list[str]:
+    """The words that name a module in the test directory that is no test file, such as ``__init__.py``."""
+    named = {word: [*candidates(word, directory)] for word in words}
+    return [
+        word
+        for word, names in named.items()
+        if any((directory / f"{name}.py").is_file() for name in names)
+        and not any(matching(name, files) for name in names)
+    ]
 
 
 def candidates(pattern: str, directory: Path) -> Iterator[str]:

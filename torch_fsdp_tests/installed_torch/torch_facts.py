@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch_fsdp_tests import settings
+from torch_fsdp_tests.installed_torch import read_once as read_once  # before torch, whose environment it records
 from torch_fsdp_tests.installed_torch import torch_names
 from torch_fsdp_tests.installed_torch.version_ranges import dotted
 from torch_fsdp_tests.verdict import Reason, SkipKind, events

@@ -25,10 +25,11 @@ from torch_fsdp_tests.device import accelerator, machine
 from torch_fsdp_tests.device.accelerator import Accelerator
 from torch_fsdp_tests.processes.leaks import Belongings
 from torch_fsdp_tests.ranks import group as _group
-from torch_fsdp_tests.ranks import rank as _rank
+from torch_fsdp_tests.ranks.classes import known as _known_classes
+from torch_fsdp_tests.ranks.classes import register
 from torch_fsdp_tests.ranks.group import COLLECTIVE_TIMEOUT_FRACTION, RankGroup, start_ranks
 from torch_fsdp_tests.ranks.outcome import HarnessError, RanksErred, RanksFailed, Verdict, capture, judge
-from torch_fsdp_tests.ranks.rank import Assignment, in_rank, register
+from torch_fsdp_tests.ranks.rank import Assignment, in_rank
 from torch_fsdp_tests.ranks.server import close_server, forks_work, living_server
 from torch_fsdp_tests.verdict import events
 
@@ -55,7 +56,7 @@ def follows() -> bool:
 
 def _has_test_classes() -> bool:
     package = __name__.partition(".")[0]
-    return any(module.partition(".")[0] != package for module, _ in _rank._classes)
+    return any(module.partition(".")[0] != package for module, _ in _known_classes)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from multiprocessing import context, process, reduction
 from typing import Any
 
-from torch_fsdp_tests.ranks import rank
+from torch_fsdp_tests.ranks import classes
 
 _received: Sequence[int] = ()  # the open files that arrived with the call of this process
 
@@ -54,7 +54,12 @@ class _Pickler(reduction.ForkingPickler):
 
     def reducer_override(self, value: Any) -> Any:
         name = (value.__module__, value.__qualname__) if isinstance(value, type) else None
-        return (rank.find, name) if name in rank._classes else NotImplemented
+        return (classes.find, name) if name in classes.known else NotImplemented
+
+
+def dumps(value: Any) -> bytes:
+    """Pickle a value. Raises what pickle raises if it cannot be sent to another process."""
+    return bytes(_Pickler.dumps(value))
 
 
 def pack(process: process.BaseProcess) -> Call:
@@ -62,7 +67,7 @@ def pack(process: process.BaseProcess) -> Call:
     sender = _Sender()
     context.set_spawning_popen(sender)  # type: ignore[arg-type]  # as the Popen of each start method
     try:
-        pickled = _Pickler.dumps(process)
+        pickled = dumps(process)
     finally:
         context.set_spawning_popen(None)
     return Call(base64.b64encode(pickled).decode(), tuple(sender.files))

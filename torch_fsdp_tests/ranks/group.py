@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from torch_fsdp_tests import extension, settings
 from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.processes.messages import MessageError
-from torch_fsdp_tests.ranks import protocol
+from torch_fsdp_tests.ranks import inherited, protocol
 from torch_fsdp_tests.ranks.calls import Call
 from torch_fsdp_tests.ranks.local import LocalRanks
 from torch_fsdp_tests.ranks.outcome import COLLECTIVE_TIMEOUT_FRACTION, HarnessError
@@ -123,12 +123,16 @@ class RankGroup:
         world_size: int,
         *,
         threads: bool = False,
+        forks: bool = False,
         transport: Transport | None = None,
         at_once: bool = True,
     ) -> None:
-        """If not ``at_once``, :meth:`start` must be called once for each process."""
+        """If not ``at_once``, :meth:`start` must be called once for each process. With ``forks`` they have the settings
+        of this process, like threads.
+        """
         self.world_size = world_size
-        self._task = protocol.Task(cls.__module__, cls.__qualname__, test, world_size)
+        state = inherited.pack(cls, settings=threads or forks)
+        self._task = protocol.Task(cls.__module__, cls.__qualname__, test, world_size, state)
         count = 1 if threads else world_size
         share = world_size // count
         self.processes = [Process(index, range(index * share, (index + 1) * share)) for index in range(count)]
@@ -464,13 +468,16 @@ class RankGroup:
             self._collect(close=True)
 
 
-def start_ranks(cls: type, test: str | None, world_size: int, *, at_once: bool = True) -> RankGroup:
+def start_ranks(
+    cls: type, test: str | None, world_size: int, *, at_once: bool = True, forks: bool = False
+) -> RankGroup:
     """Start the ranks of one test as processes: at their place if there are any, else new ones here.
 
     If not ``at_once``, :meth:`RankGroup.start` starts new ranks. Those of a place always start at once.
     """
     transport = extension.place().transport()
-    return RankGroup(cls, test, world_size, transport=transport, at_once=at_once or transport is not None)
+    at_once = at_once or transport is not None
+    return RankGroup(cls, test, world_size, transport=transport, at_once=at_once, forks=forks)
 
 
 active: list[RankGroup] = []  # groups that are not closed yet

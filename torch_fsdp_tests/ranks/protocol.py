@@ -14,12 +14,16 @@ from torch_fsdp_tests.verdict import RankResult
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """The task of a group of ranks: one test of a class, or, without a test, the tests that are sent to the group."""
+    """The task of a group of ranks: one test of a class, or, without a test, the tests that are sent to the group.
+
+    ``state`` is what the ranks adopt first (see :mod:`.inherited`).
+    """
 
     module: str
     qualname: str
     test: str | None
     world_size: int
+    state: str
 
 
 # --- a group to one of its processes ----------------------------------------------------------------------------------

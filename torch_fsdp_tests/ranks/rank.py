@@ -29,6 +29,7 @@ from typing import Any
 from torch_fsdp_tests import extension
 from torch_fsdp_tests.processes import foreign, messages, system
 from torch_fsdp_tests.processes.messages import Connection
+from torch_fsdp_tests.ranks import classes, inherited
 from torch_fsdp_tests.ranks.protocol import TO_RANK, Leaked, Leaving, Raised, RunTest, Start, Waits
 from torch_fsdp_tests.verdict import RankResult, events
 
@@ -37,34 +38,12 @@ __unittest = True  # unittest leaves the frames of such modules out of traceback
 STACKS_SIGNAL = system.stacks_signal()  # makes a rank write the Python stacks of all its threads into the separate pipe
 LEFT_WITHOUT_CLASS = 70  # EX_SOFTWARE: the rank could not find the test class
 
-# Test classes by module and qualified name. The server is forked off the test process once all test files are loaded,
-# so a rank finds classes here that it could not import, because a function or a decorator made them.
-_classes: dict[tuple[str, str], type] = {}
-
 _in_rank = False
 
 
 def in_rank() -> bool:
     """True in a process that hosts one or more ranks of a test."""
     return _in_rank
-
-
-def register(cls: type) -> None:
-    """Register a test class, so that ranks can find it."""
-    _classes[cls.__module__, cls.__qualname__] = cls
-
-
-def find(module: str, qualname: str) -> Any:
-    """The registered class, or the one in its module. Raises ``LookupError`` with the reason."""
-    if (module, qualname) in _classes:
-        return _classes[module, qualname]
-    try:
-        owner: Any = sys.modules.get(module) or importlib.import_module(module)
-        for name in qualname.split("."):
-            owner = getattr(owner, name)
-    except (ImportError, AttributeError) as error:
-        raise LookupError(f"a rank cannot find the test class {module}.{qualname}: {error}") from error
-    return owner
 
 
 class Assignment:
@@ -139,7 +118,8 @@ def main(request: Start, index: int, channel: int, last_words: int, server: int)
     code = 1
     try:
         _settle(request, index, last_words, server)
-        target = find(request.task.module, request.task.qualname)
+        target = classes.find(request.task.module, request.task.qualname)
+        inherited.adopt(request.task.state)
         assignment = Assignment(request, index, Connection(socket.socket(fileno=channel), TO_RANK))
         extension.enter_rank(assignment.file_name, index, assignment.world_size)
         target._serve_rank(assignment)
@@ -167,7 +147,14 @@ def _settle(request: Start, index: int, last_words: int, server: int) -> None:
     faulthandler.register(STACKS_SIGNAL, last_words)
     import torch
 
-    torch.set_num_threads(1)
+    if "OMP_NUM_THREADS" not in _changed_variables(request):
+        torch.set_num_threads(1)
+
+
+def _changed_variables(request: Start) -> list[str]:
+    """The variables that the test process has changed since it imported torch. Fresh interpreters have read them."""
+    changed: list[str] = json.loads(request.preparation)["changed"] if request.preparation else []
+    return changed
 
 
 def _leave_parent(server: int) -> None:
@@ -222,6 +209,7 @@ def prepare_interpreter(preparation: str) -> None:
     from multiprocessing import spawn
 
     recipe = json.loads(preparation)
+    del recipe["changed"]
     modules = recipe.pop("modules")
     foreign.import_tests_from(recipe.pop("root_of_tests"))
     spawn.prepare(recipe)

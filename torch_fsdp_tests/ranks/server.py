@@ -28,11 +28,11 @@ from typing import Any
 
 from torch_fsdp_tests import settings
 from torch_fsdp_tests.device import accelerator, accelerator_probe
-from torch_fsdp_tests.installed_torch import torch_facts
+from torch_fsdp_tests.installed_torch import read_once, torch_facts
 from torch_fsdp_tests.processes import foreign, forkserver, messages, system
 from torch_fsdp_tests.processes.leaks import TIDY_LIMIT, end_strays
 from torch_fsdp_tests.processes.messages import Connection
-from torch_fsdp_tests.ranks import protocol, rank
+from torch_fsdp_tests.ranks import classes, inherited, protocol, rank
 from torch_fsdp_tests.verdict import events, stream
 
 __unittest = True
@@ -40,6 +40,10 @@ __unittest = True
 _NO_FORKS = (
     "an import of this file has started the runtime of {}, and a fork of this process cannot use it: "
     "each rank is a fresh interpreter, which takes seconds"
+)
+
+_READ_ONCE = (
+    "this file has changed what torch reads when it is imported ({}): ranks are fresh interpreters, which takes seconds"
 )
 
 KILL_LIMIT = 5.0  # seconds for killed processes to end
@@ -215,6 +219,8 @@ def living_server() -> ServerHandle:
             atexit.register(close_server)
         else:
             _server.connection.close()
+        if first:
+            inherited.note()
         _server = ServerHandle(forked=first and system.can_fork())
     return _server
 
@@ -252,20 +258,34 @@ def preparation() -> str:
     data.pop("authkey", None)
     data["sys_path"] = [path or os.getcwd() for path in data["sys_path"]]
     data["start_method"] = "spawn"
+    data["changed"] = read_once.changed(os.environ)
     data["root_of_tests"] = foreign.root_of_tests()
-    data["modules"] = sorted({module for module, _ in rank._classes if module not in ("__main__", "__mp_main__")})
+    data["modules"] = sorted({module for module, _ in classes.known if module not in ("__main__", "__mp_main__")})
     return json.dumps(data)
 
 
 def start_method() -> str:
-    """The start method for ranks: ``fork`` if the host and the device allow it, else ``spawn``.
+    """The start method for ranks that start now: ``fork`` if the host and the device allow it, else ``spawn``.
+
+    A fork does not see a change of a variable that torch has read when it was imported.
 
     Raises :class:`~torch_fsdp_tests.device.accelerator.ConfigurationError` for an invalid value of the variable.
     """
     requested = settings.start(os.environ)
     if requested is not None:
         return requested
-    return "fork" if forks_work() else "spawn"
+    if not forks_work():
+        return "spawn"
+    changed = read_once.changed(os.environ)
+    if changed:
+        _remark(_READ_ONCE.format(", ".join(changed)))
+    return "spawn" if changed else "fork"
+
+
+@functools.cache
+def _remark(text: str) -> None:
+    """Print a remark, once in this process."""
+    print(f"torch_fsdp_tests: {text}", file=sys.stderr, flush=True)
 
 
 @functools.cache
@@ -280,5 +300,5 @@ def forks_work() -> bool:
         return False
     works = device.is_cpu or accelerator_probe.computes_after_fork(device.type)
     if not works:
-        print(f"torch_fsdp_tests: {_NO_FORKS.format(device.name)}", file=sys.stderr, flush=True)
+        _remark(_NO_FORKS.format(device.name))
     return works

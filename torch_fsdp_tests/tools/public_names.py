@@ -64,7 +64,7 @@ def _of_extensions() -> Iterator[str]:
 
 
 def _options(program: str, parser: argparse.ArgumentParser) -> Iterator[str]:
-    shown = (action for action in parser._actions if action.dest != "without_effect")
+    shown = (action for action in parser._actions if action.dest not in ("without_effect", "elsewhere"))
     return (f"option {program} {name}" for action in shown for name in action.option_strings)
 
 
