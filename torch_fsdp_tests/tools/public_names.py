@@ -56,7 +56,7 @@ def experimental() -> Iterator[str]:
 
 def _of_extensions() -> Iterator[str]:
     for name in EXPERIMENTAL:
-        parser = argparse.ArgumentParser(add_help=False)
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         found = extension.found().get(name)
         if found is not None:  # its folder may be deleted
             found.add_options(lambda title, parser=parser: parser.add_argument)  # type: ignore[misc]
