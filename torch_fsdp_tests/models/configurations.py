@@ -26,14 +26,17 @@ OPTIONS = {
     "ownac": "the model's own gradient_checkpointing_enable(), or else as ac",
     "compile": "each unit is compiled (aot_eager)",
     "frozen": "what freeze() freezes is not trained",
-    "accumulate": "two microbatches a step, each reduced",
-    "nosync": "two microbatches a step, reduced once",
+    "accumulate": "three microbatches a step, each reduced",
+    "nosync": "three microbatches a step, reduced once",
     "clip": "gradients are clipped",
     "eval": "a forward in eval mode before each step",
     "generate": "generate() after the first step",
     "dcp": "saved by torch.distributed.checkpoint, loaded by new processes in another layout",
     "dsd": "saved as one full state dict by get_state_dict, loaded by new processes in another layout",
 }
+PLAIN = "plain"  # the interface of a training without FSDP
+# What a program also has without FSDP. FSDP must not change what it computes.
+_OF_PROGRAM = {"tp", "bf16", "autocast", "ac", "ownac", "compile", "frozen", "accumulate", "clip", "eval", "generate"}
 _LAYOUT = ("root", "keep", "hsdp", "tp", "noshard", "flat")
 _ONLY_FSDP1 = {"noshard", "flat"}
 # Each pair excludes the other: interfaces and options.
@@ -61,16 +64,6 @@ COMPILED = ("fsdp2_compile_nosync_clip_eval", "fsdp1_keep_compile_eval")
 
 class UnknownConfiguration(ValueError):
     """The message is a sentence."""
-
-
-class Arithmetic(NamedTuple):
-    """What the numbers of a training depend on. The rest of a configuration must not change them."""
-
-    microbatches: int = 1
-    clips: bool = False
-    is_frozen: bool = False
-    low: str = ""  # "bf16" or "autocast", if the model computes in bfloat16
-    ranks_of_batch: int = 1  # more than one if tensor parallelism splits the model
 
 
 class Configuration(NamedTuple):
@@ -121,10 +114,26 @@ class Configuration(NamedTuple):
         return 4 if self.has("hsdp", "tp") else 2
 
     @property
-    def arithmetic(self) -> Arithmetic:
-        low = next((option for option in ("bf16", "autocast") if self.has(option)), "")
-        microbatches, ranks = 2 if self.has("accumulate", "nosync") else 1, 2 if self.has("tp") else 1
-        return Arithmetic(microbatches, self.has("clip"), self.has("frozen"), low, ranks)
+    def microbatches(self) -> int:
+        """Those of a step. Three, because two hide what happens to gradients that wait for the third."""
+        return 3 if self.has("accumulate", "nosync") else 1
+
+    @property
+    def ranks_of_batch(self) -> int:
+        """How many ranks share a batch: more than one if tensor parallelism splits the model."""
+        return 2 if self.has("tp") else 1
+
+    @property
+    def low(self) -> bool:
+        """Whether the model computes in bfloat16."""
+        return self.has("bf16", "autocast")
+
+    @property
+    def program(self) -> Configuration:
+        """What is left without FSDP. Configurations with the same program must give the same numbers."""
+        left = [option for option in self.options if option in _OF_PROGRAM]
+        waits = "nosync" in self.options and "accumulate" not in self.options
+        return Configuration(PLAIN, tuple(sorted([*left, *["accumulate"] * waits], key=[*OPTIONS].index)))
 
     def resumed(self) -> Configuration:
         """The layout that loads what this one saved: by default the other interface after DCP, the root after DSD."""
