@@ -90,11 +90,6 @@ def _read_by_others(model: nn.Module, units: list[Unit]) -> list[str]:
     return [f"{name}.out_proj" for name, module in attentions if id(module.out_proj) in unit_ids]
 
 
-def _buffers(model: nn.Module, units: list[Unit]) -> list[str]:
-    saved = model.state_dict().keys()
-    return [name for name, _ in model.named_buffers() if name not in saved]
-
-
 def _dtypes(model: nn.Module, units: list[Unit]) -> list[str]:
     return _mixed(model, units, lambda param: param.dtype)
 
@@ -114,6 +109,5 @@ _LOOKS: tuple[tuple[Callable[[nn.Module, list[Unit]], list[str]], str, str], ...
     (_scalars, "has no dimension", "scalar_parameter"),
     (_unused, "got no gradient", "optimizer_state_is_missing"),
     (_read_by_others, "is a unit, but nn.MultiheadAttention reads its weight without calling it", "mixed_tensors"),
-    (_buffers, "is not in the state dict, so nothing loads it", "parameters_on_meta"),
     (_dtypes, "has parameters of several dtypes", "flat_parameter_is_not_uniform"),
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import re
 import tempfile
@@ -334,7 +333,9 @@ class ModelTestCase(FSDPTestContinuous):
         can_judge = len(dtypes) == 1 and not any(dtype.is_complex for dtype in dtypes)
         if not (can_judge and all(of_all_ranks(self._computes_in(torch.float64)))):
             return least
-        high = self._plain(configuration.without("bf16", "autocast", "ac", "ownac", "compile", "generate"), torch.float64)
+        high = self._plain(
+            configuration.without("bf16", "autocast", "ac", "ownac", "compile", "generate"), torch.float64
+        )
         with plain.without_fsdp():
             steps = [(step, high.at(number)) for number, step in reference.steps.items()]
         return comparing.calibrated(steps, reference.start, least)

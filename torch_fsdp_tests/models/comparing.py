@@ -56,9 +56,7 @@ def calibrated(plain: Sequence[tuple[Step, Step]], start: Tensors, least: Tolera
         return Tolerances(MARGIN * least.numbers) if least.numbers == FINEST else least
     numbers, gradients, changes = zip(*itertools.chain.from_iterable(by_rank))
     finest = least.numbers
-    return Tolerances(
-        max(finest, MARGIN * max(numbers)), _by_tensor(gradients, finest), _by_tensor(changes, finest)
-    )
+    return Tolerances(max(finest, MARGIN * max(numbers)), _by_tensor(gradients, finest), _by_tensor(changes, finest))
 
 
 def _off_by_kind(low: Step, high: Step, start: Tensors) -> tuple[float, dict[str, float], dict[str, float]]:
@@ -141,8 +139,7 @@ def _distances(pairs: Pairs, expected: Tensors) -> dict[str, float]:
     sizes = _sizes(expected)
     least = min(sizes.values(), default=1.0)  # for a tensor that only the sharded model has
     return {
-        name: _largest(real(actual) - real(wanted)) / sizes.get(name, least)
-        for name, (actual, wanted) in pairs.items()
+        name: _largest(real(actual) - real(wanted)) / sizes.get(name, least) for name, (actual, wanted) in pairs.items()
     }
 
 

@@ -295,9 +295,7 @@ class PlainTraining(Training):
         states = self._states() if number == SAVED else {}
         generated = self.generated() if has("generate") and number == 0 else None
         order = list(self.order)
-        return Step(
-            losses, eval_loss, self.random, order, gradients, norm, self.values(), buffers, states, generated
-        )
+        return Step(losses, eval_loss, self.random, order, gradients, norm, self.values(), buffers, states, generated)
 
     def _states(self) -> dict[str, Any]:
         states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -404,7 +402,8 @@ def _tensors(tree: Any) -> Tensors:
 def _are_close(some: list[tuple[str, float, float]], others: list[tuple[str, float, float]]) -> bool:
     pairs = zip(some, others)
     return len(some) == len(others) and all(
-        one[0] == other[0] and all(math.isclose(*pair, rel_tol=REPEATS, abs_tol=1e-9) for pair in zip(one[1:], other[1:]))
+        one[0] == other[0]
+        and all(math.isclose(*pair, rel_tol=REPEATS, abs_tol=1e-9) for pair in zip(one[1:], other[1:]))
         for one, other in pairs
     )
 

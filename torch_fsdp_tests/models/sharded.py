@@ -50,7 +50,6 @@ from torch_fsdp_tests.models.plain import (
 )
 
 
-
 class Mismatch(AssertionError):
     """The sharded training differs from the plain one. The message is a sentence."""
 
