@@ -115,7 +115,7 @@ def _check(models: Mapping[str, Surveyed], show: Callable[[Checked], None]) -> i
     """Train all models. Returns the exit status if a signal ended this, and else zero."""
     try:
         for each, (case, survey, plan) in models.items():
-            checking.check(each, case, plan, survey.dropped, show)
+            checking.check(each, case, plan, survey, show)
     except KeyboardInterrupt as interrupted:
         return getattr(interrupted, "status", _Interrupted.status)
     return 0

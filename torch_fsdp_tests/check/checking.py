@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch_fsdp_tests.models import ModelTestCase
+from torch_fsdp_tests.models.advice import Expected
 from torch_fsdp_tests.models.configurations import Configuration
 from torch_fsdp_tests.models.endings import Ending, ending_of, reason_of
 from torch_fsdp_tests.models.explaining import Explanation
-from torch_fsdp_tests.models.survey import Dropped
+from torch_fsdp_tests.models.survey import Dropped, Survey
 from torch_fsdp_tests.verdict import State, Verdict, in_one_line
 
 
@@ -45,7 +46,7 @@ def check(
     model: str,
     case: type[ModelTestCase],
     plan: Mapping[str, str],
-    dropped: Mapping[str, Dropped],
+    found: Survey,
     show: Callable[[Checked], None],
 ) -> None:
     """Train the model in each configuration of the plan, and ``show`` each result at once."""
@@ -55,12 +56,23 @@ def check(
 
     def show_all(finding: Checked) -> None:
         for name in by_left[finding.configuration]:
-            show(_with_dropped(finding, name, dropped))
+            show(_with_causes(_with_dropped(finding, name, found.dropped), found.expected))
 
     for _ in by_left.get("", ())[:1]:
         show_all(Checked(model, "", Ending.SKIPPED, 0.0))
     suite = unittest.TestSuite(case(f"test_{left}") for left in by_left if left)
     suite.run(_Result(model, show_all))
+
+
+def _with_causes(finding: Checked, expected: Sequence[Expected]) -> Checked:
+    """A failure of FSDP with what was seen in the model. Then the message of torch is not searched for defects."""
+    interface = finding.configuration.partition("_")[0]
+    seen = [each for each in expected if interface in each.interfaces]
+    if not seen or finding.ending not in (Ending.MISMATCH, Ending.RAISED, Ending.HUNG):
+        return finding
+    causes = [Explanation("seen in the model", "", f"{each.what}: {each.then}", each.instead) for each in seen]
+    limits = [cause for cause in finding.explained if cause.kind == "limit" and cause.advice not in str(causes)]
+    return dataclasses.replace(finding, explained=(*causes, *limits))
 
 
 def _with_dropped(finding: Checked, name: str, dropped: Mapping[str, Dropped]) -> Checked:

@@ -171,7 +171,7 @@ class ModelTestCase(FSDPTestContinuous):
                 return
             if configuration.name in self.known_defects:
                 raise
-            alone, causes = self._in_words(error.verdict, configuration), explaining(error.verdict)
+            alone, causes = self._in_words(error.verdict, configuration), explaining(error.verdict, configuration)
             events.record(configuration={**facts, "alone": alone, "explained": [cause._asdict() for cause in causes]})
             raise _explained(error, alone, causes) from None
         if limit is not None:
@@ -366,6 +366,13 @@ def _explained(error: RanksFailed | RanksErred, alone: str, causes: list[Explana
     return explained
 
 
+def _has_gradient(names: list[str]) -> str:
+    return (
+        f"{', '.join(names[:3])} got a gradient of zeros from FSDP, and none from the plain model, which does not use "
+        "it in the loss, so weight decay changes it"
+    )
+
+
 class _Check:
     """Trains a sharded model and compares each step with that of the plain one."""
 
@@ -379,6 +386,7 @@ class _Check:
         self._training, self._reference = training, reference
         self._tolerances, self._configuration = tolerances, configuration
         self._data = reference.data
+        self._invented: list[str] = []  # parameters that have no gradient in the last step of the plain training
         if plain.holds_others(training.optimizer, training.model.parameters()):
             raise comparing.Mismatch(
                 "optimizer(params) returned an optimizer of other parameters, such as those from before sharding: "
@@ -397,6 +405,7 @@ class _Check:
         self._training.check_features(expected.order)
         for loss, right in zip(losses, expected.losses, strict=True):
             check_number(f"the loss {at}", loss, right, off.numbers)
+        self._invented = self._training.invented(expected.gradients)
         gradients = self._training.gradients(expected.gradients)
         check_tensors(f"the gradients {at}", gradients, expected.gradients, off.numbers, off.gradients)
         if configuration.has("clip"):
@@ -409,7 +418,12 @@ class _Check:
         pairs = comparing.moved(self._training.parameters(expected), self._start)
         changes = comparing.updates(expected, self._reference.start)
         own = comparing.of_updates(self._tolerances, expected, changes)
-        check_tensors(f"what training has changed {when}", pairs, changes, self._tolerances.numbers, own)
+        try:
+            check_tensors(f"what training has changed {when}", pairs, changes, self._tolerances.numbers, own)
+        except comparing.Mismatch as error:
+            if not self._invented:
+                raise
+            raise comparing.Mismatch(f"{error}; {_has_gradient(self._invented)}") from error
 
     def buffers(self, when: str, expected: Tensors) -> None:
         """Raises :class:`.comparing.Mismatch`. Those of FSDP1 may have the dtype of mixed precision."""

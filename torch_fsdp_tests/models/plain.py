@@ -283,7 +283,8 @@ class PlainTraining(Training):
         self._average()
         trained = {name: param for name, param in self.params.items() if param.grad is not None}
         gradients = {name: dense(param.grad).clone() for name, param in trained.items()}
-        self._check_gradients(number, gradients)
+        if not all(each.isfinite().all() for each in gradients.values()):
+            raise FailsWithoutFSDP(f"gradients of the plain model in step {number + 1} are not finite")
         norm = torch.nn.utils.get_total_norm(list(gradients.values())).item()
         if has("clip"):
             torch.nn.utils.clip_grad_norm_(self.params.values(), LARGEST_NORM)
@@ -324,29 +325,21 @@ class PlainTraining(Training):
         bad = [loss for losses, _ in facts for loss in losses if not math.isfinite(loss)]
         if bad:
             raise FailsWithoutFSDP(f"the loss of the plain model in step {number + 1} is {bad[0]}")
+        if not any(total for _, grads in facts for _, total, _ in grads):
+            raise FailsWithoutFSDP(f"all gradients of the plain model in step {number + 1} are zero")
         if all(grads == facts[0][1] for _, grads in facts):
             raise FailsWithoutFSDP(
-                f"all ranks have the same gradients in step {number + 1}, so their average shows nothing: the loss must "
-                "depend on the batch, and batch(step) be different for each number"
+                f"all ranks have the same gradients in step {number + 1}, so their average shows nothing: "
+                "the loss must depend on the batch, and batch(step) be different for each number"
             )
-
-    def _check_gradients(self, number: int, gradients: Tensors) -> None:
-        if not all(each.isfinite().all() for each in gradients.values()):
-            raise FailsWithoutFSDP(f"gradients of the plain model in step {number + 1} are not finite")
-        if not any(each.any() for each in gradients.values()):
-            raise FailsWithoutFSDP(f"all gradients of the plain model in step {number + 1} are zero")
 
     def _average(self) -> None:
         """A parameter that some ranks did not use gets zeros from them, one that none of them used gets no gradient."""
         params = {name: param for name, param in self.params.items() if param.requires_grad}
-        found = of_all_ranks({name: param.grad.is_sparse for name, param in params.items() if param.grad is not None})
-        sparse = {name: is_sparse for names in found for name, is_sparse in names.items()}
-        for name in sparse:
-            grad = params[name].grad
-            params[name].grad = torch.zeros_like(params[name]) if grad is None else dense(grad)
-        average(params[name].grad for name in sparse)
-        for name in (name for name, is_sparse in sparse.items() if is_sparse):
-            params[name].grad = params[name].grad.to_sparse(1)
+        used = {name for names in of_all_ranks([n for n, p in params.items() if p.grad is not None]) for name in names}
+        for param in (params[name] for name in params if name in used):
+            param.grad = torch.zeros_like(param) if param.grad is None else dense(param.grad)
+        average(param.grad for name, param in params.items() if name in used and param.grad is not None)
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -414,8 +407,8 @@ def check_orders(steps: Iterable[Step]) -> None:
         for rank, order in enumerate(orders):
             if order != orders[0]:
                 raise RanksDiffer(
-                    f"{_difference(rank, order, orders[0])} in step {number}: FSDP gathers a unit in all ranks together, "
-                    "so let all ranks run the same units in the same order, if need be with an input that changes nothing"
+                    f"{_difference(rank, order, orders[0])} in step {number}: FSDP gathers a unit in all ranks "
+                    "together, so let all ranks run the same units in the same order"
                 )
 
 

@@ -1,11 +1,11 @@
-"""Looks at a model without FSDP, before anything runs: its units, what will fail, and which options it does not train with."""
+"""Looks at a model without FSDP: its units, what will fail, and the options that it does not train with."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import unittest
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -44,7 +44,10 @@ class Survey:
 
 
 def survey(case: Model, options: Iterable[str]) -> Survey:
-    """Look at the plain model, and train it with each option alone. Raises :class:`Untrainable`, or what build raises."""
+    """Look at the plain model, and train it with each option alone.
+
+    Raises :class:`Untrainable`, or what ``build`` and ``units`` raise.
+    """
     model = built(case)
     units = case.units(model)
     _check_trains(case, model)
@@ -74,7 +77,7 @@ def _check_trains(case: Model, model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _saying(what: str):  # type: ignore[no-untyped-def]
+def _saying(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
