@@ -23,7 +23,7 @@ class Expected:
     what: str
     then: str
     instead: str
-    interfaces: tuple[str, ...] = ("fsdp1", "fsdp2", "replicate")
+    interfaces: tuple[str, ...]  # those in which it may be the cause of any failure
 
     def __str__(self) -> str:
         return f"{self.what}: {self.then} {self.instead}"
@@ -43,7 +43,7 @@ def advice(case: Model) -> list[Expected]:
     found.append((mixed, "has frozen and trained parameters", "flat_parameter_is_not_uniform"))
     found.append((_optimizers(case, model), "returns an optimizer of others", "optimizer_made_before_sharding"))
     of_limits = [
-        Expected(f"{_names(names)} {what}", LIMITS[limit].means, LIMITS[limit].advice)
+        Expected(f"{_names(names)} {what}", LIMITS[limit].means, LIMITS[limit].advice, _CAUSED.get(limit, _ALL))
         for names, what, limit in found
         if names
     ]
@@ -112,6 +112,8 @@ def _expected(names: list[str], words: tuple[str, str, str, tuple[str, ...]]) ->
 
 
 _ALL = (*FSDP2, "fsdp1")
+# Limits that do not cause a failure by themselves, or only with one interface.
+_CAUSED: dict[str, tuple[str, ...]] = {"optimizer_state_is_missing": (), "flat_parameter_is_not_uniform": ("fsdp1",)}
 _WRITES = (
     "is a parameter that forward writes to",
     "FSDP writes nothing back to its shards, so the change is lost.",

@@ -33,7 +33,7 @@ from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.meshes import make_mesh
-from torch_fsdp_tests.fsdp.references import full, named
+from torch_fsdp_tests.fsdp.references import full, named, of_all_ranks
 from torch_fsdp_tests.fsdp.shards import local_of, shard_of
 from torch_fsdp_tests.models.configurations import Configuration
 from torch_fsdp_tests.models.plain import (
@@ -137,8 +137,9 @@ class ShardedTraining(Training):
             raise Mismatch(f"only the last microbatch may reduce gradients, but they do {self._reductions} times")
 
     def invented(self, expected: Tensors) -> list[str]:
-        """The parameters that have a gradient here, and none in the plain training."""
-        return [name for name, param in named(self.model).items() if param.grad is not None and name not in expected]
+        """The parameters that have a gradient in a rank, and none in the plain training. A collective."""
+        own = [name for name, param in named(self.model).items() if param.grad is not None and name not in expected]
+        return [*dict.fromkeys(name for names in of_all_ranks(own) for name in names)]
 
     @property
     def buffers(self) -> Tensors:
