@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import signal
 import sys
@@ -17,8 +18,9 @@ from torch_fsdp_tests.check.checking import Checked
 from torch_fsdp_tests.check.factory import InvalidFactory, case_of, returns_one_model
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.dispatch import atomic
+from torch_fsdp_tests.dispatch.option_types import whole_number
 from torch_fsdp_tests.dispatch.options import Parser
-from torch_fsdp_tests.models import ModelTestCase
+from torch_fsdp_tests.models import ModelTestCase, simulating
 from torch_fsdp_tests.models.configurations import COMBINED, COMPILED, OPTIONS, Configuration, UnknownConfiguration
 from torch_fsdp_tests.models.survey import Survey, Untrainable, survey
 from torch_fsdp_tests.processes import system
@@ -59,6 +61,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("factories", nargs="+", metavar="FACTORY", help="what makes the model; see below")
     parser.add_argument("--only", metavar="NAMES", help="train only in these configurations, separated by commas")
     parser.add_argument("--compile", action="store_true", help="also train with compiled units")
+    parser.add_argument(
+        "--simulate",
+        metavar="N",
+        type=whole_number(2, 1_000_000),
+        help="train nothing: predict memory and collectives on N ranks",
+    )
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.add_argument("--report", metavar="DIR", type=Path, help="write report.html and report.json into DIR")
     return parser.parse_args(argv)
@@ -90,6 +98,8 @@ def main(argv: Sequence[str]) -> int:
     except (InvalidFactory, UnknownConfiguration, accelerator.ConfigurationError) as error:
         print(f"{check_report.PROGRAM}: {error}", file=sys.stderr)
         return 2
+    if options.simulate:
+        return _simulate(models, options)
     findings: list[Checked] = []
     status = _check(models, _showing(findings, options.json))
     surveys = {each: survey for each, (_, survey, _) in models.items()}
@@ -106,6 +116,24 @@ def main(argv: Sequence[str]) -> int:
         missing = sum(len(plan) for _, _, plan in models.values()) - len(findings)
         print(f"{check_report.PROGRAM}: interrupted: {missing} configurations did not end", file=sys.stderr)
     return status or int(any(finding.ending.is_bad for finding in findings))
+
+
+def _simulate(models: Mapping[str, Surveyed], options: argparse.Namespace) -> int:
+    """Print what each model takes on so many ranks. The exit status is 1 if ranks issue other collectives."""
+    used = {}
+    for each, (case, _, _) in models.items():
+        try:
+            used[each] = simulating.of_ranks(options.simulate, case(), apart)
+        except Exception as error:
+            print(f"{check_report.PROGRAM}: {each} cannot be simulated: {in_one_line(error)}", file=sys.stderr)
+            return 1
+    if options.json:
+        print(
+            json.dumps({each: [dataclasses.asdict(rank) for rank in ranks] for each, ranks in used.items()}, indent=1)
+        )
+    else:
+        print("\n".join(f"{each}: {line}" for each, ranks in used.items() for line in simulating.report(ranks)))
+    return int(any(simulating.differ(ranks) for ranks in used.values()))
 
 
 Surveyed = tuple[type[ModelTestCase], Survey, Mapping[str, str]]  # with the configurations that are left of others

@@ -294,8 +294,8 @@ class PlainTraining(Training):
             raise FailsWithoutFSDP(f"the optimizer changes no parameter in step {number + 1}, so nothing can differ")
         buffers = {name: buffer.clone() for name, buffer in buffers_of(self.model).items()}
         states = self._states() if number == SAVED else {}
-        generated = self.generated() if has("generate") and number == 0 else None
         order = list(self.order)
+        generated = self.generated() if has("generate") and number == 0 else None
         return Step(losses, eval_loss, self.random, order, gradients, norm, self.values(), buffers, states, generated)
 
     def _states(self) -> dict[str, Any]:
