@@ -8,6 +8,7 @@ import tempfile
 import types
 import unittest
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -76,11 +77,14 @@ class TestBorrowed(TestCase):
     def test_names_about_ranks_are_refused(self):
         for place, names in INSTEAD.items():
             for name, instead in names.items():
+                value: Any = imported(f"from torch_fsdp_tests.{place} import {name}")
                 with self.assertRaises(ImportError) as raised:
-                    imported(f"from torch_fsdp_tests.{place} import {name}")
+                    value()
                 self.assertEqual(str(raised.exception), f"torch_fsdp_tests has no {place}.{name}: {instead}")
-        with self.assertRaisesRegex(ImportError, "starts ranks with upstream's harness.*derive from a test case"):
-            upstream_names.lookup("torch_fsdp_tests.common_distributed", "DistributedTestBase")
+        refused = upstream_names.lookup("torch_fsdp_tests.common_distributed", "DistributedTestBase")
+        for use in (lambda: types.new_class("Case", (refused,)), lambda: refused.anything, refused):
+            with self.assertRaisesRegex(ImportError, "starts ranks with upstream's harness.*derive from a test case"):
+                use()
 
     def test_a_name_that_neither_has(self):
         for missing in ("nothing", "common_cuda.nothing", "common_distributed.nothing", "common_dtype.nothing"):
