@@ -77,7 +77,10 @@ def built(case: Model, seed: int = 0, dtype: torch.dtype | None = None, is_froze
         _materialize(model)
     if is_frozen:
         case.freeze(model)
-    return model.to(device=rank_device(), dtype=dtype).train()
+    tensors = [*model.parameters(), *model.buffers()]
+    if dtype is not None or any(tensor.device != rank_device() for tensor in tensors):  # fake tensors cannot move
+        model.to(device=rank_device(), dtype=dtype)
+    return model.train()
 
 
 def is_meta(model: nn.Module) -> bool:

@@ -66,9 +66,10 @@ def sharded(case: Model, configuration: Configuration, seed: int = 0) -> Sharded
 
 def _mesh(configuration: Configuration) -> DeviceMesh:
     """All ranks. The last of two dimensions is for tensor parallelism, if there is any."""
-    if configuration.has("hsdp", "tp"):
-        return make_mesh(2, 2, names=("replicate", "shard") if configuration.has("hsdp") else ("shard", "tensor"))
-    return make_mesh(dist.get_world_size(), names=("shard",))
+    with internals.fake_tensors.unset_fake_temporarily():  # a mesh computes with the ranks
+        if configuration.has("hsdp", "tp"):
+            return make_mesh(2, 2, names=("replicate", "shard") if configuration.has("hsdp") else ("shard", "tensor"))
+        return make_mesh(dist.get_world_size(), names=("shard",))
 
 
 class ShardedTraining(Training):
