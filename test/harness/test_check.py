@@ -236,7 +236,7 @@ expected for m:b: 0: fails. Do not.
 fsdp1      - M
 fsdp2_ac   p
 fsdp2_clip . M
-. equals the plain model, p equals it without an option that the plain model fails with, - skipped, M differs from the plain model
+. equals the plain model, p equals it, but an option was dropped, - skipped, M differs from the plain model
 
 M m:b fsdp2_clip, fsdp1: the loss of step 1 is 2
     fsdp2_clip

@@ -30,7 +30,7 @@ class Ending(enum.Enum):
 
 WORDS = {
     Ending.PASSED: "equals the plain model",
-    Ending.PARTLY: "equals it without an option that the plain model fails with",
+    Ending.PARTLY: "equals it, but an option was dropped",
     Ending.SKIPPED: "skipped",
     Ending.KNOWN: "shows the known defect that the case names",
     Ending.LIMIT: "raises as the case says",
