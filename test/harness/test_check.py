@@ -86,7 +86,8 @@ class TestFindings(TestCase):
         self.assertEqual(outcomes("LosesMoments"), expected)
         its = checked()[1]["LosesMoments"]["configurations"]["fsdp2_dsd"]
         self.assertIn("what training has changed after step 3", its["reason"])
-        self.assertEqual(its["alone"], "fsdp2 passes without these options")
+        words = "in fsdp2_root_dsd, which loads; fsdp2 passes without these options"
+        self.assertEqual(its["alone"], words)
 
     def test_what_not_all_configurations_show(self):
         """Gradients that ``summon_full_params`` does not show, buffers that are not loaded, an optimizer made early."""

@@ -107,8 +107,7 @@ def _in_the_model(case: Model, model: nn.Module, units: list[Unit]) -> Iterator[
 
 
 def _expected(names: list[str], words: tuple[str, str, str, tuple[str, ...]]) -> Expected:
-    what, *rest = words
-    return Expected(f"{_names(names)} {what}", *rest)
+    return Expected(f"{_names(names)} {words[0]}", *words[1:])
 
 
 _ALL = (*FSDP2, "fsdp1")

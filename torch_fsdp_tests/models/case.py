@@ -171,7 +171,9 @@ class ModelTestCase(FSDPTestContinuous):
                 return
             if configuration.name in self.known_defects:
                 raise
-            alone, causes = self._in_words(error.verdict, configuration), explaining(error.verdict, configuration)
+            causes = explaining(error.verdict, configuration)
+            loader = f"in {configuration.resumed().name}, which loads" if self._role[1] else ""
+            alone = "; ".join(filter(None, (loader, self._in_words(error.verdict, configuration))))
             events.record(configuration={**facts, "alone": alone, "explained": [cause._asdict() for cause in causes]})
             raise _explained(error, alone, causes) from None
         if limit is not None:
