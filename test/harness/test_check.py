@@ -157,6 +157,20 @@ class TestBlame(TestCase):
         self.assertIn("rank 1 does not run 0 in step 1", reasons["other_units"])
         self.assertIn("first.weight, first.bias got a gradient of zeros from FSDP", reasons["unused_input"])
 
+    def test_causes_that_not_both_interfaces_show(self):
+        causes = {
+            "DecaysMatrices": ("mismatch", "passed", "optimizer(params) makes groups by the number of dimensions"),
+            "listed_twice": ("raised", "passed", "2 is a unit that has another name before"),
+            "averages": ("raised", "mismatch", "1.mean is a parameter that forward writes to"),
+        }
+        _, found = checked("fsdp1,fsdp2", (*causes,))
+        for name, (of_fsdp1, of_fsdp2, words) in causes.items():
+            its = found[name]["configurations"]
+            outcomes = its["fsdp1"]["outcome"], its["fsdp2"]["outcome"]
+            self.assertEqual(outcomes, (of_fsdp1, of_fsdp2), msg=name)
+            self.assertIn(words, its["fsdp1"]["explained"][0]["means"])
+        self.assertIn("1.calls is a buffer that forward writes to", found["averages"]["warnings"][1])
+
     def test_dropped_options(self):
         """The rest of the configuration goes on."""
         _, found = checked("fsdp2_ac,fsdp2_frozen,fsdp2_ac_clip", ("without_units", "RecomputesDifferently"))

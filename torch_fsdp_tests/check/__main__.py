@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from torch_fsdp_tests.check import check_report, checking
-from torch_fsdp_tests.check.apart import Ended, apart
+from torch_fsdp_tests.check.apart import NoAnswer, apart
 from torch_fsdp_tests.check.checking import Checked
 from torch_fsdp_tests.check.factory import InvalidFactory, case_of, returns_one_model
 from torch_fsdp_tests.device import accelerator
@@ -157,7 +157,7 @@ def _surveyed(argument: str, options: argparse.Namespace) -> Surveyed:
     wanted = list(dict.fromkeys(option for name in names for option in name.options))
     try:
         survey = apart(lambda: _survey(case, wanted))
-    except (Ended, Untrainable) as error:
+    except (NoAnswer, Untrainable) as error:
         raise InvalidFactory(f"{argument}: {error}") from error
     plan = checking.planned([name.name for name in names], survey.dropped)
     return case_of(argument, [*filter(None, plan.values())], survey.is_shared), survey, plan

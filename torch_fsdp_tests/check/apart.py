@@ -16,14 +16,14 @@ Result = TypeVar("Result")
 _PATIENCE = 0.1  # seconds between two looks at whether the process has ended
 
 
-class Ended(Exception):
+class NoAnswer(Exception):
     """The process ended without a result. The message is a sentence."""
 
 
 def apart(function: Callable[[], Result]) -> Result:
     """What the function returns or raises in a fork of this process, on whose stderr it prints.
 
-    Raises :class:`Ended`. Where a process cannot be forked, the function is called in this one.
+    Raises :class:`NoAnswer`. Where a process cannot be forked, the function is called in this one.
     """
     if not system.can_fork():
         return function()
@@ -47,7 +47,7 @@ def apart(function: Callable[[], Result]) -> Result:
             _, status = os.waitpid(pid, 0)
     if answer is None:
         code = os.waitstatus_to_exitcode(status)
-        raise Ended(f"ended its process: it {death(code if code >= 0 else signal.Signals(-code).name, 'was')}")
+        raise NoAnswer(f"ended its process: it {death(code if code >= 0 else signal.Signals(-code).name, 'was')}")
     is_good, value = answer
     if not is_good:
         raise value

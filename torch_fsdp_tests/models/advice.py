@@ -152,7 +152,7 @@ _HOOKS = (
 )
 _TWICE = (
     "is a unit that has another name before",
-    "It runs twice in a step, with one set of parameters.",
+    "FSDP1 wraps it in one place only, where the other name runs it without its parameters; FSDP2 gathers it twice.",
     "Leave it to its parent, or make two modules.",
     _ALL,
 )

@@ -157,7 +157,7 @@ class Data:
         return step * self.microbatches + index + 1
 
 
-class Training:
+class ModelTraining:
     """A model that trains by a program. Subclasses have ``model`` and ``optimizer``, and may shard."""
 
     model: Any
@@ -228,7 +228,7 @@ def _state_of_generators() -> int:
     return hash(b"".join(state.cpu().numpy().tobytes() for state in states))
 
 
-class PlainTraining(Training):
+class PlainTraining(ModelTraining):
     """Trains a plain model in each rank on the rank's own batches, as data parallelism does.
 
     With ``bf16``, the model computes in bfloat16, and the optimizer steps the parameters in the dtype of the model.

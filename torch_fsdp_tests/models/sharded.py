@@ -41,8 +41,8 @@ from torch_fsdp_tests.models.plain import (
     LOW,
     Data,
     Model,
+    ModelTraining,
     Tensors,
-    Training,
     Unit,
     buffers_of,
     built,
@@ -72,7 +72,7 @@ def _mesh(configuration: Configuration) -> DeviceMesh:
         return make_mesh(dist.get_world_size(), names=("shard",))
 
 
-class ShardedTraining(Training):
+class ShardedTraining(ModelTraining):
     """A sharded model with its optimizer. Both interfaces have these methods."""
 
     def __init__(self, case: Model, configuration: Configuration, model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch_fsdp_tests.models.advice import Expected, advice
 from torch_fsdp_tests.models.configurations import PLAIN, Configuration
 from torch_fsdp_tests.models.plain import Data, Model, PlainTraining, built, loss_of, named_units, on_device
-from torch_fsdp_tests.verdict import in_one_line
+from torch_fsdp_tests.verdict import in_one_line, plural
 
 
 class Untrainable(Exception):
@@ -40,7 +40,7 @@ class Survey:
         """The units by their names, the numbers of layers in short form."""
         if not self.units:
             return "no unit found, so the root is the only one; define units(model) in a ModelTestCase"
-        return f"{len(self.units)} units: {', '.join(self.units[:6])}{', ...' * (len(self.units) > 6)}"
+        return f"{plural(len(self.units), 'unit')}: {', '.join(self.units[:6])}{', ...' * (len(self.units) > 6)}"
 
 
 def survey(case: Model, options: Iterable[str]) -> Survey:

@@ -261,6 +261,40 @@ class Pairs(nn.Module):
         return self.blocks[1](self.blocks[0](self.first(x), self.second(x)))
 
 
+class DecaysMatrices(Healthy):
+    """Only what has two dimensions decays."""
+
+    def optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        groups = [[each for each in params if (each.dim() > 1) is is_matrix] for is_matrix in (True, False)]
+        decays = zip(groups, (0.5, 0.0))
+        return torch.optim.SGD([{"params": each, "weight_decay": decay} for each, decay in decays if each], lr=0.1)
+
+
+def listed_twice() -> Made:
+    block = nn.Linear(4, 4)
+    return nn.Sequential(block, nn.Tanh(), block), numbers, squares
+
+
+class Averages(nn.Module):
+    """Its forward changes a parameter that is not trained, and a buffer, as for an average of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.zeros(5), requires_grad=False)
+        self.linear = nn.Linear(5, 5)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.5)
+            self.calls += 1
+        return self.linear(x - self.mean)
+
+
+def averages() -> Made:
+    return layers(Averages()), numbers, squares
+
+
 def unused_input() -> Made:
     return Pairs(), numbers, squares
 
