@@ -94,12 +94,12 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     try:
         device = accelerator.current()
+        if options.simulate:
+            return _simulate(options)
         models = {each: _surveyed(each, options) for each in options.factories}
     except (InvalidFactory, UnknownConfiguration, accelerator.ConfigurationError) as error:
         print(f"{check_report.PROGRAM}: {error}", file=sys.stderr)
         return 2
-    if options.simulate:
-        return _simulate(models, options)
     findings: list[Checked] = []
     status = _check(models, _showing(findings, options.json))
     surveys = {each: survey for each, (_, survey, _) in models.items()}
@@ -118,12 +118,18 @@ def main(argv: Sequence[str]) -> int:
     return status or int(any(finding.ending.is_bad for finding in findings))
 
 
-def _simulate(models: Mapping[str, Surveyed], options: argparse.Namespace) -> int:
-    """Print what each model takes on so many ranks. The exit status is 1 if ranks issue other collectives."""
+def _simulate(options: argparse.Namespace) -> int:
+    """Print what each model takes on so many ranks. The exit status is 1 if ranks issue other collectives.
+
+    Raises :class:`InvalidFactory`.
+    """
     used = {}
-    for each, (case, _, _) in models.items():
+    for each in options.factories:
+        case = case_of(each)
         try:
             used[each] = simulating.of_ranks(options.simulate, case(), apart)
+        except InvalidFactory:
+            raise
         except Exception as error:
             print(f"{check_report.PROGRAM}: {each} cannot be simulated: {in_one_line(error)}", file=sys.stderr)
             return 1

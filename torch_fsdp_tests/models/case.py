@@ -336,7 +336,7 @@ class ModelTestCase(FSDPTestContinuous):
         if not (can_judge and all(of_all_ranks(self._computes_in(torch.float64)))):
             return least
         high = self._plain(
-            configuration.without("bf16", "autocast", "ac", "ownac", "compile", "generate"), torch.float64
+            configuration.program.without("bf16", "autocast", "ac", "ownac", "compile", "generate"), torch.float64
         )
         with plain.without_fsdp():
             steps = [(step, high.at(number)) for number, step in reference.steps.items()]

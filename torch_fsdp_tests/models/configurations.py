@@ -20,6 +20,7 @@ OPTIONS = {
     "noshard": "FSDP1 with NO_SHARD",
     "flat": "FSDP1 with use_orig_params=False",
     "bf16": "mixed precision: computes in bfloat16, reduces in float32",
+    "bf16reduce": "mixed precision: computes and reduces in bfloat16",
     "autocast": "torch.autocast to bfloat16 around each forward",
     "offload": "parameters and gradients in host memory",
     "ac": "activation checkpointing of each unit",
@@ -36,6 +37,7 @@ OPTIONS = {
 }
 PLAIN = "plain"  # the interface of a training without FSDP
 # What a program also has without FSDP. FSDP must not change what it computes.
+_WITHOUT_FSDP = {"nosync": "accumulate", "bf16reduce": "bf16"}
 _OF_PROGRAM = {"tp", "bf16", "autocast", "ac", "ownac", "compile", "frozen", "accumulate", "clip", "eval", "generate"}
 _LAYOUT = ("root", "keep", "hsdp", "tp", "noshard", "flat")
 _ONLY_FSDP1 = {"noshard", "flat"}
@@ -44,6 +46,7 @@ _APART = (
     *((interface, option) for interface in ("fsdp2", "replicate") for option in sorted(_ONLY_FSDP1)),
     *(("replicate", option) for option in ("keep", "hsdp", "tp")),
     *(("noshard", option) for option in ("keep", "hsdp", "tp")),
+    ("bf16", "bf16reduce"),
     *(("hsdp", "tp"), ("tp", "flat")),
 )
 
@@ -51,12 +54,13 @@ COMBINED = (
     "fsdp2_clip_eval_generate",
     "fsdp2_ac_nosync_clip_dcp",
     "fsdp2_keep_accumulate_eval_dsd",
-    "fsdp2_hsdp_offload_frozen_eval",
-    "fsdp2_bf16_ownac_accumulate_clip_eval",
+    "fsdp2_hsdp_offload_frozen_accumulate_eval",
+    "fsdp2_bf16_ownac_nosync_clip_eval",
+    "fsdp2_bf16reduce_eval",
     "fsdp1_nosync_clip_eval_generate_dcp",
     "fsdp1_keep_ac_accumulate_dsd",
     "fsdp1_hsdp_flat_frozen_eval",
-    "fsdp1_bf16_ownac_clip_eval",
+    "fsdp1_bf16reduce_ownac_clip_eval",
 )
 # On request, because compiling takes long.
 COMPILED = ("fsdp2_compile_nosync_clip_eval", "fsdp1_keep_compile_eval")
@@ -126,14 +130,18 @@ class Configuration(NamedTuple):
     @property
     def low(self) -> bool:
         """Whether the model computes in bfloat16."""
-        return self.has("bf16", "autocast")
+        return self.is_mixed or self.has("autocast")
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether FSDP casts parameters to bfloat16."""
+        return self.has("bf16", "bf16reduce")
 
     @property
     def program(self) -> Configuration:
         """What is left without FSDP. Configurations with the same program must give the same numbers."""
-        left = [option for option in self.options if option in _OF_PROGRAM]
-        waits = "nosync" in self.options and "accumulate" not in self.options
-        return Configuration(PLAIN, tuple(sorted([*left, *["accumulate"] * waits], key=[*OPTIONS].index)))
+        left = {_WITHOUT_FSDP.get(option, option) for option in self.options} & _OF_PROGRAM
+        return Configuration(PLAIN, tuple(option for option in OPTIONS if option in left))
 
     def resumed(self) -> Configuration:
         """The layout that loads what this one saved: by default the other interface after DCP, the root after DSD."""

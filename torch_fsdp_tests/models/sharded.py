@@ -83,7 +83,7 @@ class ShardedTraining(ModelTraining):
             mesh = mesh["shard"]
         self._computed: list[torch.dtype] = []  # dtypes of parameters in the forward of their modules
         self._reductions: list[int] = []  # how often each microbatch of the last step reduced gradients
-        for module in model.modules() if configuration.has("bf16") else ():
+        for module in model.modules() if configuration.is_mixed else ():
             if not isinstance(module, _BatchNorm):  # FSDP1 leaves it in float32
                 names = [name for name, param in module.named_parameters(recurse=False) if param.is_floating_point()]
                 module.register_forward_pre_hook(functools.partial(self._record_dtypes, names))
@@ -91,6 +91,10 @@ class ShardedTraining(ModelTraining):
         self.model = self._sharded(model, [] if configuration.has("root") else units, mesh)
         case.prepare(self.model)
         self.optimizer = self._optimizer_of(self.model.parameters())
+
+    @property
+    def _reduced_in(self) -> torch.dtype:
+        return LOW if self._configuration.has("bf16reduce") else torch.float32
 
     def _record_dtypes(self, names: list[str], module: nn.Module, args: Any) -> None:
         self._computed += [getattr(module, name).dtype for name in names]
@@ -129,7 +133,7 @@ class ShardedTraining(ModelTraining):
         ``order`` has the units that the plain training ran in this step.
         """
         has = self._configuration.has
-        if has("bf16") and (wrong := {*self._computed} - {LOW}):
+        if self._configuration.is_mixed and (wrong := {*self._computed} - {LOW}):
             raise Mismatch(f"with mixed precision, modules must compute in {LOW}, but some do in {wrong}")
         if self.order != order:
             runs = f"{len(self.order)} times, and the plain model {len(order)} times"
@@ -193,7 +197,9 @@ class Fsdp2Training(ShardedTraining):
         pinned = accelerator.current().has("pinned_memory")
         options: dict[str, Any] = {
             "mesh": mesh,
-            "mp_policy": MixedPrecisionPolicy(LOW, torch.float32) if has("bf16") else MixedPrecisionPolicy(),
+            "mp_policy": MixedPrecisionPolicy(LOW, self._reduced_in)
+            if self._configuration.is_mixed
+            else MixedPrecisionPolicy(),
             "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if has("offload") else OffloadPolicy(),
             **({"reshard_after_forward": False} if has("keep") else {}),
         }
@@ -244,7 +250,8 @@ class Fsdp1Training(ShardedTraining):
 
     def _sharded(self, model: nn.Module, units: list[Unit], mesh: DeviceMesh) -> nn.Module:
         has, ids = self._configuration.has, set(map(id, single(units)))
-        low = MixedPrecision(LOW, torch.float32, buffer_dtype=LOW) if has("bf16") else None
+        is_mixed = self._configuration.is_mixed
+        low = MixedPrecision(LOW, self._reduced_in, buffer_dtype=LOW) if is_mixed else None
         return FSDP(
             model,
             auto_wrap_policy=CustomPolicy(lambda module: id(module) in ids),

@@ -312,6 +312,35 @@ def without_units() -> Made:
     return Pair(), numbers, squares
 
 
+class Decoder(nn.Module):
+    """A language model of 24 layers, with 354 million parameters."""
+
+    def __init__(self, vocabulary: int, width: int = 1024) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 16, 4 * width, 0.0, batch_first=True, norm_first=True) for _ in range(24)
+        )
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        mask = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device).triu(1)
+        for layer in self.layers:
+            hidden = layer(hidden, src_mask=mask)
+        return self.head(hidden)
+
+
+def language_model(vocabulary: int = 25_000) -> Made:
+    def batch(step: int) -> torch.Tensor:
+        return torch.randint(vocabulary, (4, 513), generator=torch.Generator().manual_seed(step))
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+    return Decoder(vocabulary), batch, loss
+
+
 def sleeps() -> Made:
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         if dist.is_initialized():
