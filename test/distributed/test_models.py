@@ -369,7 +369,7 @@ class TestForcedSums(TestUntiedTail):
 class TestSpeech(ModelTestCase):
     """Buffers of BatchNorm stay in float32 in FSDP2, which has no dtype for buffers."""
 
-    limits = {"fsdp2_bf16_ownac_accumulate_clip_eval": "expected scalar type BFloat16 but found Float"}
+    limits = {"fsdp2_bf16_ownac_nosync_clip_eval": "expected scalar type BFloat16 but found Float"}
 
     def build(self) -> nn.Module:
         return Speech()
@@ -435,13 +435,17 @@ class TestRecommender(ModelTestCase):
 
 
 class TestMixture(ModelTestCase):
-    """An optimizer has no state for an unused expert, and does not load what it saved."""
+    """An optimizer has no state for an unused expert, and does not load what it saved.
+
+    The last microbatch skips layers that those without synchronization have used.
+    """
 
     known_defects = {
+        "fsdp1_nosync_clip_eval_dcp": ["fsdp1_gradient_of_no_sync_is_not_reduced"],
         "fsdp2_keep_accumulate_eval_dsd": [
             "dsd_missing_optim_state_raises_key_error",
             "dsd_optim_state_of_some_parameters_is_refused",
-        ]
+        ],
     }
     limits = {"fsdp2_ac_nosync_clip_dcp": "Missing key in checkpoint state_dict: optimizer.state"}
 

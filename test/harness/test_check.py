@@ -16,10 +16,11 @@ from torch_fsdp_tests.check.__main__ import main
 from torch_fsdp_tests.check.checking import Checked
 from torch_fsdp_tests.common_utils import TestCase, run_tests
 from torch_fsdp_tests.models import ModelTestCase, comparing, configurations
-from torch_fsdp_tests.models.advice import advice
-from torch_fsdp_tests.models.configurations import INTERFACES, Arithmetic, Configuration
+from torch_fsdp_tests.models.advice import Expected, advice
+from torch_fsdp_tests.models.configurations import INTERFACES, Configuration
 from torch_fsdp_tests.models.endings import Ending
 from torch_fsdp_tests.models.explaining import explaining
+from torch_fsdp_tests.models.survey import Survey
 from torch_fsdp_tests.verdict import State, Verdict
 
 FILE = INPUTS / "models_to_check.py"
@@ -85,7 +86,8 @@ class TestFindings(TestCase):
         self.assertEqual(outcomes("LosesMoments"), expected)
         its = checked()[1]["LosesMoments"]["configurations"]["fsdp2_dsd"]
         self.assertIn("what training has changed after step 3", its["reason"])
-        self.assertEqual(its["alone"], "fsdp2 passes without these options")
+        words = "in fsdp2_root_dsd, which loads; fsdp2 passes without these options"
+        self.assertEqual(its["alone"], words)
 
     def test_what_not_all_configurations_show(self):
         """Gradients that ``summon_full_params`` does not show, buffers that are not loaded, an optimizer made early."""
@@ -104,13 +106,90 @@ class TestFindings(TestCase):
         self.assertIn("optimizer(params) returns an optimizer of others", found["KeepsOptimizer"]["warnings"][0])
 
     def test_failure_without_fsdp(self):
-        self.assertEqual(outcomes("RecomputesDifferently")["fsdp2_ac"], "fails_without_fsdp")
+        its = checked()[1]["RecomputesDifferently"]["configurations"]["fsdp2_ac"]
+        self.assertEqual(its["outcome"], "fails_without_fsdp")
+        self.assertRegex(its["reason"], "the plain model also raises CheckpointError")
 
     def test_tied_parameter(self):
         its = checked()[1]["tied"]
         self.assertEqual(len(its["warnings"]), 1)
         self.assertRegex(its["warnings"][0], "0.weight, 2.weight are one parameter in two units")
         self.assertNotEqual(outcomes("tied")["fsdp2_clip"], "passed")
+
+
+class TestBlame(TestCase):
+    """Without it, a check could blame FSDP for what the check does, or pass where nothing can fail."""
+
+    def test_right_programs_pass(self):
+        names = ("draws_in_its_dtype", "counts_calls", "leaves_a_thread", "shared", "on_meta", "of_two_dtypes")
+        status, found = checked("fsdp2,fsdp2_eval", names)
+        outcomes = {name: {each["outcome"] for each in found[name]["configurations"].values()} for name in names}
+        self.assertEqual((status, outcomes), (0, {name: {"passed"} for name in names}))
+
+    def test_what_shows_nothing_fails_without_fsdp(self):
+        reasons = {
+            "same_batches": "all ranks have the same gradients in step 1",
+            "times_zero": "all gradients of the plain model in step 1 are zero",
+            "not_finite": "the loss of the plain model in step 1 is nan",
+            "remembers": "the plain program does not repeat",
+            "Stands": "the optimizer changes no parameter in step 1",
+        }
+        status, found = checked("fsdp2", (*reasons,))
+        self.assertEqual(status, 1)
+        for name, words in reasons.items():
+            its = found[name]["configurations"]["fsdp2"]
+            self.assertEqual(its["outcome"], "fails_without_fsdp", msg=name)
+            self.assertIn(words, its["reason"])
+
+    def test_causes(self):
+        causes = {
+            "hooked": ("mismatch", "2.weight has a hook of register_hook"),
+            "penalized": ("raised", "the loss calls torch.autograd.grad"),
+            "sparse": ("raised", "0.weight has sparse gradients"),
+            "skips_in_the_model": ("raised", ""),
+        }
+        _, found = checked("fsdp2", (*causes, "other_units", "unused_input"))
+        for name, (outcome, words) in causes.items():
+            its = found[name]["configurations"]["fsdp2"]
+            self.assertEqual(its["outcome"], outcome, msg=name)
+            self.assertIn(words, "".join(each["means"] for each in its["explained"]))
+        reasons = {name: found[name]["configurations"]["fsdp2"]["reason"] for name in ("other_units", "unused_input")}
+        self.assertIn("rank 1 does not run 0 in step 1", reasons["other_units"])
+        self.assertIn("first.weight, first.bias got a gradient of zeros from FSDP", reasons["unused_input"])
+
+    def test_causes_that_not_both_interfaces_show(self):
+        causes = {
+            "DecaysMatrices": ("mismatch", "passed", "optimizer(params) makes groups by the number of dimensions"),
+            "listed_twice": ("raised", "passed", "2 is a unit that has another name before"),
+            "averages": ("raised", "mismatch", "1.mean is a parameter that forward writes to"),
+        }
+        _, found = checked("fsdp1,fsdp2", (*causes,))
+        for name, (of_fsdp1, of_fsdp2, words) in causes.items():
+            its = found[name]["configurations"]
+            outcomes = its["fsdp1"]["outcome"], its["fsdp2"]["outcome"]
+            self.assertEqual(outcomes, (of_fsdp1, of_fsdp2), msg=name)
+            self.assertIn(words, its["fsdp1"]["explained"][0]["means"])
+        self.assertIn("1.calls is a buffer that forward writes to", found["averages"]["warnings"][1])
+
+    def test_dropped_options(self):
+        """The rest of the configuration goes on."""
+        _, found = checked("fsdp2_ac,fsdp2_frozen,fsdp2_ac_clip", ("without_units", "RecomputesDifferently"))
+        its = found["without_units"]["configurations"]
+        self.assertEqual({each["outcome"] for each in its.values()}, {"skipped", "partly"})
+        self.assertIn("without ac: the model has no unit", its["fsdp2_ac_clip"]["without"][0])
+        self.assertEqual(found["RecomputesDifferently"]["configurations"]["fsdp2_ac_clip"]["outcome"], "partly")
+
+    def test_a_signal_ends_the_run_with_a_report(self):
+        command = [*COMMAND, f"{FILE}:Healthy", f"{FILE}:sleeps", "--only", "fsdp2,fsdp2_clip"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            for line in process.stderr or ():
+                if "Healthy fsdp2_clip" in line:
+                    break
+            process.terminate()
+            out, err = process.communicate(timeout=COMMAND_LIMIT)
+        self.assertEqual(process.returncode, 143, err)
+        self.assertRegex(out, r"(?s)fsdp2 +\..*2 configurations, 0 failed")
+        self.assertIn("interrupted: 2 configurations did not end", err)
 
 
 class TestArguments(TestCase):
@@ -123,6 +202,9 @@ class TestArguments(TestCase):
             ("without_functions", "returned a Tensor for batch(step): return (model, batch, loss)"),
             ("raises", "raised KeyError: 'no such size'"),
             ("does_not_run", "the plain model does not run: RuntimeError: "),
+            ("leaves", "ended its process: it exited with code 0"),
+            ("exits", "raised SystemExit: 0"),
+            ("without_loss", "loss(model, batch) returned a NoneType: return a tensor"),
             ("NUMBER", "is a int: name a subclass of ModelTestCase"),
             ("Heathy", "has no Heathy; did you mean Healthy?"),
         ):
@@ -151,25 +233,34 @@ class TestReport(TestCase):
         Checked("m:a", "fsdp2_clip", Ending.PASSED, 1.0),
         Checked("m:a", "fsdp1", Ending.SKIPPED, 0.0, "no room"),
         Checked("m:b", "fsdp2_clip", Ending.MISMATCH, 2.0, "the loss of step 1 is 2", "text", "fsdp2_clip"),
+        Checked("m:b", "fsdp1", Ending.MISMATCH, 2.0, "the loss of step 1 is 2", "text"),
+        Checked("m:a", "fsdp2_ac", Ending.PARTLY, 1.0, without=("without ac: the model has no unit",)),
     )
+    surveys = {"m:a": Survey([], [], {}), "m:b": Survey(["0", "1"], [Expected("0", "fails.", "Do not.", ())], {})}
 
     def test_table_and_failures(self):
         self.assertExpectedInline(
-            check_report.text(self.findings, {"m:a": [], "m:b": ["a warning"]}),
+            check_report.text(self.findings, self.surveys),
             """\
-expected for m:b: a warning
+m:a: no unit found, so the root is the only one; define units(model) in a ModelTestCase
+m:b: 2 units: 0, 1
+expected for m:b: 0: fails. Do not.
 
            m:a
            | m:b
-fsdp1      -
+fsdp1      - M
+fsdp2_ac   p
 fsdp2_clip . M
-. equals the plain model, - skipped, M differs from the plain model
+. equals the plain model, p equals it, but an option was dropped, - skipped, M differs from the plain model
 
-M m:b fsdp2_clip: the loss of step 1 is 2
+M m:b fsdp2_clip, fsdp1: the loss of step 1 is 2
     fsdp2_clip
     repeat: python -m torch_fsdp_tests.check m:b --only fsdp2_clip
 
-3 configurations, 1 failed, 1 skipped, in 3 s""",
+m:a fsdp1: no room
+m:a fsdp2_ac: without ac: the model has no unit
+
+5 configurations, 2 failed, 1 skipped, in 6 s""",
         )
 
     def test_known_defect_of_an_error(self):
@@ -189,7 +280,7 @@ M m:b fsdp2_clip: the loss of step 1 is 2
                     page = re.sub("<[^>]*>", "", Path(folder, "report.html").read_text())
                     for words in (
                         r"(?s)configurationTestScalarfsdp2l *fsdp2_clipE *E .*:TestScalar fsdp2_clip: raised",
-                        r"limit: FSDP shards the first dimension .* What to do: Give it one dimension",
+                        r"(limit|scale has no dimension): FSDP shards .* What to do: Give it one dimension",
                     ):
                         self.assertIsNotNone(re.search(words, page), words)
                     self.assertIn(repeats, page)
@@ -214,13 +305,13 @@ class TestConfigurations(TestCase):
 
     def test_every_option_is_combined(self):
         combined = {option for name in configurations.COMBINED for option in Configuration.parse(name).options}
-        others = {"root", "autocast", "compile", "tp", "noshard"}
+        others = {"root", "bf16reduce", "autocast", "compile", "tp", "noshard"}
         self.assertEqual(combined | others, {*configurations.OPTIONS})
 
-    def test_arithmetic(self):
-        expected = Arithmetic(microbatches=2, clips=True, is_frozen=True, low="bf16")
-        self.assertEqual(Configuration.parse("fsdp1_bf16_frozen_nosync_clip").arithmetic, expected)
-        self.assertEqual(Configuration.parse("fsdp2_hsdp_ac_eval").arithmetic, Arithmetic())
+    def test_program(self):
+        program = Configuration.parse("fsdp1_flat_bf16_frozen_nosync_clip_dsd").program
+        self.assertEqual((program.name, program.microbatches), ("plain_bf16_frozen_accumulate_clip", 3))
+        self.assertEqual(Configuration.parse("fsdp2_hsdp_offload").program.name, "plain")
 
     def test_resumed_in_the_named_layout(self):
         configuration = Configuration.parse("fsdp1_flat_clip_dcp_to_fsdp2_tp")
@@ -262,7 +353,6 @@ class TestAdvice(TestCase):
             def build(self) -> torch.nn.Module:
                 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.MultiheadAttention(4, 2))
                 model.register_parameter("scale", torch.nn.Parameter(torch.tensor(1.0)))
-                model.register_buffer("table", torch.ones(2), persistent=False)
                 return model
 
             def batch(self, step: int) -> torch.Tensor:
@@ -279,7 +369,7 @@ class TestAdvice(TestCase):
         for words in (
             "scale has no dimension",
             "1.out_proj is a unit, but nn.MultiheadAttention",
-            "table is not in the",
+            "loss(model, batch) does not call the model itself",
         ):
             self.assertIn(words, found)
 

@@ -301,15 +301,22 @@ class TestCommands(TestCase):
                     self.assertTrue(fits, f"the document shows\n{expected}\nbut this was printed:\n{done.stdout}")
 
     def test_examples(self):
-        """The marked example passes as a test file. Others are valid Python or JSON."""
-        found = [block for _, block in all_blocks() if block.language in ("python", "json")]
-        for block in found:
+        """The marked example passes as a test file, and that of a model its check. Others are valid Python or JSON."""
+        found = [(page, block) for page, block in all_blocks() if block.language in ("python", "json")]
+        for _, block in found:
             ast.parse(block.text) if block.language == "python" else json.loads(block.text)
-        (example,) = [block for block in found if block.mark == "executed"]
+        marked = {page: block.text for page, block in found if block.mark == "executed"}
+        model = marked.pop("docs/models.md")
+        (example,) = marked.values()
+        check = "python -m torch_fsdp_tests.check mymodule:factory"
+        self.assertIn(check, read(ROOT / "docs" / "models.md"))
         with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "test_example.py").write_text(example.text)
+            (Path(folder) / "test_example.py").write_text(example)
+            (Path(folder) / "mymodule.py").write_text(model)
             done = executed(f"python run_test.py --test-directory {folder}")
+            checked = executed(f"{check.replace('mymodule', f'{folder}/mymodule.py')} --only fsdp2_clip,fsdp1_eval")
         self.assertIn("1 passed, 0 failed, 0 skipped", done.stdout, done.stderr)
+        self.assertEqual(checked.returncode, 0, checked.stdout)
 
     def test_wrong_commands_are_found(self):
         wrong = [

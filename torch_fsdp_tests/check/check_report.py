@@ -12,16 +12,36 @@ from torch_fsdp_tests.check import models_table
 from torch_fsdp_tests.check.checking import Checked
 from torch_fsdp_tests.dispatch import page
 from torch_fsdp_tests.models.endings import WORDS, Ending
+from torch_fsdp_tests.models.survey import Survey
 from torch_fsdp_tests.verdict import plural
 
 PROGRAM = "python -m torch_fsdp_tests.check"
 
 
-def text(findings: Sequence[Checked], warnings: Mapping[str, Sequence[object]]) -> str:
-    """The whole report: what was expected to fail, the table, and a paragraph for each failure."""
-    failures = ["\n".join(_paragraph(finding)) for finding in findings if finding.ending.is_bad]
-    expected = [f"expected for {model}: {each}" for model, some in warnings.items() for each in some]
-    return "\n\n".join(filter(None, ["\n".join(expected), table(findings), *failures, _summary(findings)]))
+def text(findings: Sequence[Checked], surveys: Mapping[str, Survey]) -> str:
+    """The whole report: the units, what was expected to fail, the table, and a paragraph for each failure."""
+    heads = [line for model, survey in surveys.items() for line in _heads(model, survey)]
+    return "\n\n".join(filter(None, ["\n".join(heads), table(findings), *_paragraphs(findings), _summary(findings)]))
+
+
+def _heads(model: str, survey: Survey) -> Iterator[str]:
+    yield f"{model}: {survey.units_in_words}"
+    yield from (f"expected for {model}: {each}" for each in survey.expected)
+
+
+def _paragraphs(findings: Sequence[Checked]) -> Iterator[str]:
+    """One for all failures with the same words, and one for what was dropped or skipped."""
+    alike: dict[tuple[object, ...], list[Checked]] = {}
+    for finding in findings:
+        if finding.ending.is_bad:
+            alike.setdefault((finding.model, finding.ending, finding.reason, finding.explained), []).append(finding)
+    yield from ("\n".join(_paragraph(some)) for some in alike.values())
+    said: dict[tuple[str, str], list[str]] = {}
+    for finding in findings:
+        words = (*finding.without, *[finding.reason] * (finding.ending is Ending.SKIPPED and not finding.without))
+        for each in words:
+            said.setdefault((finding.model, each), []).append(finding.configuration)
+    yield "\n".join(f"{model} {', '.join(names)}: {words}" for (model, words), names in said.items())
 
 
 def table(findings: Sequence[Checked]) -> str:
@@ -36,13 +56,13 @@ def table(findings: Sequence[Checked]) -> str:
     return "\n".join([*heads, *lines, ", ".join(f"{ending.value} {WORDS[ending]}" for ending in used)])
 
 
-def _paragraph(finding: Checked) -> Iterator[str]:
-    yield f"{finding.ending.value} {finding.model} {finding.configuration}: {finding.reason}"
-    if finding.alone:
-        yield f"    {finding.alone}"
-    for cause in finding.explained:
-        yield f"    {cause.in_full}"
-    yield f"    repeat: {repeat_command(finding)}"
+def _paragraph(alike: Sequence[Checked]) -> Iterator[str]:
+    first = alike[0]
+    names = ", ".join(finding.configuration for finding in alike)
+    yield f"{first.ending.value} {first.model} {names}: {first.reason}"
+    yield from (f"    {each}" for each in dict.fromkeys(finding.alone for finding in alike if finding.alone))
+    yield from (f"    {cause.in_full}" for cause in first.explained)
+    yield f"    repeat: {repeat_command(first)}"
 
 
 def _summary(findings: Sequence[Checked]) -> str:
@@ -58,10 +78,11 @@ def repeat_command(finding: Checked) -> str:
     return f"{PROGRAM} {shlex.quote(finding.model)} --only {finding.configuration}"
 
 
-def as_data(findings: Iterable[Checked], warnings: Mapping[str, Sequence[object]], facts: Mapping[str, str]) -> Any:
+def as_data(findings: Iterable[Checked], surveys: Mapping[str, Survey], facts: Mapping[str, str]) -> Any:
     """The report for programs, with the tracebacks."""
     models: dict[str, dict[str, Any]] = {
-        model: {"warnings": [str(each) for each in some], "configurations": {}} for model, some in warnings.items()
+        model: {"units": survey.units, "warnings": [str(each) for each in survey.expected], "configurations": {}}
+        for model, survey in surveys.items()
     }
     for finding in findings:
         models[finding.model]["configurations"][finding.configuration] = {
@@ -69,6 +90,7 @@ def as_data(findings: Iterable[Checked], warnings: Mapping[str, Sequence[object]
             "seconds": round(finding.seconds, 3),
             "reason": finding.reason,
             "alone": finding.alone,
+            "without": list(finding.without),
             "explained": [cause._asdict() for cause in finding.explained],
             "repeat": repeat_command(finding),
             "text": finding.text,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import importlib
 import sys
@@ -13,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_fsdp_tests.fsdp.optimizers import fused_on_host
 from torch_fsdp_tests.models import ModelTestCase
-from torch_fsdp_tests.ranks.server import start_method
 from torch_fsdp_tests.verdict import in_one_line
 
 RETURNS = "return (model, batch, loss), with functions batch(step) and loss(model, batch)"
@@ -24,20 +25,33 @@ class InvalidFactory(ValueError):
     """The argument names no model. The message is a sentence."""
 
 
-def case_of(argument: str, configurations: Sequence[str] | None = None) -> type[ModelTestCase]:
+def case_of(argument: str, configurations: Sequence[str] | None = None, is_shared: bool = False) -> type[ModelTestCase]:
     """A test case with these configurations, or those of its own. Raises :class:`InvalidFactory`.
 
+    ``is_shared`` says that the function returns one model each time, so that the case has to copy it.
+
     The argument is ``MODULE:NAME`` or ``FILE.py:NAME``. The name is that of a subclass of :class:`ModelTestCase`, or of
-    a function without arguments that returns a model, a function that returns its batch for a step, and its loss.
+    a function without arguments that returns a model, a function that returns its batch for a step, and its loss. The
+    function is not called before the case builds.
     """
     module, name = _module_of(argument), argument.rpartition(":")[2]
     found = _attribute(module, name, argument)
     is_case = isinstance(found, type) and issubclass(found, ModelTestCase)
     base: type[ModelTestCase] = found if is_case else _case_from(found, argument)
     members: dict[str, Any] = {"__module__": module.__name__, "__qualname__": f"{name} of check"}
+    if is_shared:
+        members["build"] = lambda case: copy.deepcopy(base.build(case))
+    if base.optimizer is ModelTestCase.optimizer:
+        members["optimizer"] = _decaying
     if configurations is not None:
         members["configurations"] = tuple(configurations)
     return type(name, (base,), members)
+
+
+def _decaying(case: ModelTestCase, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer with weight decay: it changes a parameter whose gradient is zero, but not one that has none."""
+    fused = fused_on_host() if all(param.is_floating_point() for param in params) else {}
+    return torch.optim.AdamW(params, lr=1e-2, eps=1e-2, weight_decay=0.1, **fused)
 
 
 def _module_of(argument: str) -> types.ModuleType:
@@ -74,27 +88,34 @@ def _case_from(factory: Any, argument: str) -> type[ModelTestCase]:
     if not callable(factory) or isinstance(factory, nn.Module):
         kind = type(factory).__name__
         raise InvalidFactory(f"{argument} is a {kind}: name a subclass of ModelTestCase, or let a function {RETURNS}")
-    if start_method() == "spawn":
-        raise InvalidFactory(f"{argument}: on this device, name a subclass of ModelTestCase instead of a function")
-    _, batch, loss = _called(factory, argument)
+    functions: list[Callable] = []  # of the first call
 
     class Case(ModelTestCase):
         def build(self) -> nn.Module:
-            return factory()[0]
+            model, *others = _called(factory, argument)
+            functions[:] = functions or others
+            return model
 
         def batch(self, step: int) -> Any:
-            return batch(step)
+            return functions[0](step)
 
         def loss(self, model: nn.Module, batch: Any) -> Any:
-            return loss(model, batch)
+            return functions[1](model, batch)
 
     return Case
+
+
+def returns_one_model(case: ModelTestCase) -> bool:
+    """Whether two models of the case have parameters in common."""
+    first = case.build()
+    ids = {id(param) for param in first.parameters()}
+    return any(id(param) in ids for param in case.build().parameters())
 
 
 def _called(factory: Callable[[], Any], argument: str) -> tuple[nn.Module, Callable, Callable]:
     try:
         made = factory()
-    except Exception as error:
+    except BaseException as error:  # also sys.exit()
         raise InvalidFactory(f"{argument} raised {in_one_line(error)}") from error
     if isinstance(made, nn.Module):
         raise InvalidFactory(f"{argument} returned a model alone: {RETURNS}")

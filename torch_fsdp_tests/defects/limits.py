@@ -615,6 +615,18 @@ def local_state_dict(rank: int, device: Any) -> None:
 
 
 @_limit(
+    "linalg.vector_norm: the dtype of the input (Double) should be convertible without narrowing",
+    means="clip_grad_norm_ of FSDP1 computes the norm in float32, and gradients in float64 are not converted to it.",
+    advice="Train the model in float32, or use FSDP2 with torch.nn.utils.clip_grad_norm_.",
+    raised_in="torch/distributed/fsdp/fully_sharded_data_parallel.py _get_grad_norm",
+)
+def norm_of_float64(rank: int, device: Any) -> None:
+    model = _fsdp1(_layers(device).double(), device)
+    model(_ones(device).double()).sum().backward()
+    model.clip_grad_norm_(1.0)
+
+
+@_limit(
     "FullyShardedDataParallel.clip_grad_norm_() got an unexpected keyword argument",
     means="clip_grad_norm_ of FSDP1 has only max_norm and norm_type.",
     advice="Check the norm that it returns: torch.isfinite(model.clip_grad_norm_(1.0)).",

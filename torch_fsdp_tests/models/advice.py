@@ -4,41 +4,164 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+from unittest import mock
 
+import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from torch_fsdp_tests.defects.limits import LIMITS
-from torch_fsdp_tests.models.plain import Model, Unit, built, holds_others, loss_of, on_device
+from torch_fsdp_tests.models.plain import Model, Unit, built, holds_others, loss_of, named_units, on_device
 
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """One expected problem: what the model has, what follows, and what to do."""
+    """One expected problem: what the model has, what follows, what to do, and with which interfaces."""
 
     what: str
     then: str
     instead: str
+    interfaces: tuple[str, ...]  # those in which it may be the cause of any failure
 
     def __str__(self) -> str:
         return f"{self.what}: {self.then} {self.instead}"
+
+
+FSDP2 = ("fsdp2", "replicate")
 
 
 def advice(case: Model) -> list[Expected]:
     """What a model will meet under FSDP, without running FSDP. It runs one forward and backward of the plain model."""
     model = built(case)
     units = case.units(model)
-    loss_of(case, model, on_device(case.batch(0)), 0).backward()
+    seen = _in_a_step(case, model)
     found = [(look(model, units), what, limit) for look, what, limit in _LOOKS]
     frozen = built(case, is_frozen=True) if len(units) > 1 else model
     mixed = _mixed(frozen, case.units(frozen), lambda param: param.requires_grad)
     found.append((mixed, "has frozen and trained parameters", "flat_parameter_is_not_uniform"))
     found.append((_optimizers(case, model), "returns an optimizer of others", "optimizer_made_before_sharding"))
-    return [
-        Expected(f"{_names(names)} {what}", LIMITS[limit].means, LIMITS[limit].advice)
+    of_limits = [
+        Expected(f"{_names(names)} {what}", LIMITS[limit].means, LIMITS[limit].advice, _CAUSED.get(limit, _ALL))
         for names, what, limit in found
         if names
     ]
+    return [*seen, *_in_the_model(case, model, units), *of_limits]
+
+
+def _in_a_step(case: Model, model: nn.Module) -> Iterator[Expected]:
+    """What one forward and backward shows."""
+    calls, doubles = list[str](), list[str]()
+    derive, handle = torch.autograd.grad, model.register_forward_pre_hook(lambda *args: calls.append(""))
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        doubles.append("")
+        return derive(*args, **kwargs)
+
+    params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    norms = {
+        f"{at}.{name}" for at, each in model.named_modules() if isinstance(each, _NormBase) for name in each._buffers
+    }
+    before = {name: each._version for name, each in (*params.items(), *buffers.items())}
+    with mock.patch.object(torch.autograd, "grad", noted):
+        loss = loss_of(case, model, on_device(case.batch(0)), 0)
+    handle.remove()
+    after = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    written = [name for name, each in after.items() if before.get(name) != each._version]
+    loss.backward()
+    found = (
+        ([name for name in written if name in params], _WRITES),
+        ([name for name in written if name in buffers and name.lstrip(".") not in norms], _WRITES_BUFFERS),
+        (["loss(model, batch)"] * (not calls), _NO_CALL),
+        (["the loss"] * bool(doubles), _DOUBLE),
+        ([name for name, param in params.items() if param.grad is not None and param.grad.is_sparse], _SPARSE),
+    )
+    return (_expected(names, words) for names, words in found if names)
+
+
+def _in_the_model(case: Model, model: nn.Module, units: list[Unit]) -> Iterator[Expected]:
+    """What the modules and the optimizer show."""
+    params = dict(model.named_parameters())
+    ids = {id(module) for module in named_units(model, units).values()}
+    names = [name for name, module in model.named_modules(remove_duplicate=False) if id(module) in ids]
+    unique = named_units(model, units)
+    trained = [param for param in params.values() if param.requires_grad]
+    groups = (
+        [
+            [
+                len(group["params"])
+                for group in case.optimizer([nn.Parameter(shape(param)) for param in trained]).param_groups
+            ]
+            for shape in (torch.Tensor.detach, lambda param: param.detach().flatten())
+        ]
+        if not holds_others(case.optimizer(trained), trained)
+        else [[], []]
+    )
+    found = (
+        ([name for name, param in params.items() if param._backward_hooks], _HOOKS),
+        ([name for name in names if name not in unique], _TWICE),
+        (["optimizer(params)"] * (groups[0] != groups[1]), _FLAT_GROUPS),
+    )
+    return (_expected(names, words) for names, words in found if names)
+
+
+def _expected(names: list[str], words: tuple[str, str, str, tuple[str, ...]]) -> Expected:
+    return Expected(f"{_names(names)} {words[0]}", *words[1:])
+
+
+_ALL = (*FSDP2, "fsdp1")
+# Limits that do not cause a failure by themselves, or only with one interface.
+_CAUSED: dict[str, tuple[str, ...]] = {"optimizer_state_is_missing": (), "flat_parameter_is_not_uniform": ("fsdp1",)}
+_WRITES = (
+    "is a parameter that forward writes to",
+    "FSDP writes nothing back to its shards, so the change is lost.",
+    "Change it under no_grad after the step, or make it a buffer.",
+    _ALL,
+)
+_WRITES_BUFFERS = (
+    "is a buffer that forward writes to",
+    "Each rank has its own buffers, FSDP does not average them, and a checkpoint has those of one rank.",
+    "Average it over the ranks, as SyncBatchNorm does.",
+    _ALL,
+)
+_NO_CALL = (
+    "does not call the model itself",
+    "FSDP gathers parameters and reduces gradients in the call of the model, so it does neither.",
+    "Call model(...); name other methods with register_fsdp_forward_method.",
+    _ALL,
+)
+_DOUBLE = (
+    "calls torch.autograd.grad, as for a gradient penalty",
+    "FSDP frees the parameters after that backward, and the next one needs them.",
+    "For FSDP2, call set_reshard_after_backward(False) and use reshard_after_forward=False; FSDP1 has no remedy.",
+    _ALL,
+)
+_SPARSE = (
+    "has sparse gradients",
+    "FSDP reduces only dense ones.",
+    "Use sparse=False.",
+    _ALL,
+)
+_HOOKS = (
+    "has a hook of register_hook",
+    "FSDP2 does not run it, because the sharded parameter takes no part in autograd "
+    "(fsdp2_hooks_of_parameters_do_not_run).",
+    "Use register_post_accumulate_grad_hook on the sharded parameter.",
+    FSDP2,
+)
+_TWICE = (
+    "is a unit that has another name before",
+    "FSDP1 wraps it in one place only, where the other name runs it without its parameters; FSDP2 gathers it twice.",
+    "Leave it to its parent, or make two modules.",
+    _ALL,
+)
+_FLAT_GROUPS = (
+    "makes groups by the number of dimensions",
+    "Parameters of FSDP1 have one dimension, so they come into another group.",
+    "Make the groups by names.",
+    ("fsdp1",),
+)
 
 
 def _optimizers(case: Model, model: nn.Module) -> list[str]:
@@ -90,11 +213,6 @@ def _read_by_others(model: nn.Module, units: list[Unit]) -> list[str]:
     return [f"{name}.out_proj" for name, module in attentions if id(module.out_proj) in unit_ids]
 
 
-def _buffers(model: nn.Module, units: list[Unit]) -> list[str]:
-    saved = model.state_dict().keys()
-    return [name for name, _ in model.named_buffers() if name not in saved]
-
-
 def _dtypes(model: nn.Module, units: list[Unit]) -> list[str]:
     return _mixed(model, units, lambda param: param.dtype)
 
@@ -114,6 +232,5 @@ _LOOKS: tuple[tuple[Callable[[nn.Module, list[Unit]], list[str]], str, str], ...
     (_scalars, "has no dimension", "scalar_parameter"),
     (_unused, "got no gradient", "optimizer_state_is_missing"),
     (_read_by_others, "is a unit, but nn.MultiheadAttention reads its weight without calling it", "mixed_tensors"),
-    (_buffers, "is not in the state dict, so nothing loads it", "parameters_on_meta"),
     (_dtypes, "has parameters of several dtypes", "flat_parameter_is_not_uniform"),
 )

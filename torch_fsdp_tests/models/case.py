@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import re
 import tempfile
@@ -27,9 +26,10 @@ from torch_fsdp_tests.fsdp.references import of_all_ranks
 from torch_fsdp_tests.installed_torch import torch_facts
 from torch_fsdp_tests.models import comparing, plain
 from torch_fsdp_tests.models.comparing import Tolerances, check_number, check_tensors
-from torch_fsdp_tests.models.configurations import COMBINED, Arithmetic, Configuration
+from torch_fsdp_tests.models.configurations import COMBINED, Configuration
+from torch_fsdp_tests.models.endings import Ending, ending_of
 from torch_fsdp_tests.models.explaining import Explanation, explaining
-from torch_fsdp_tests.models.plain import PlainTraining, Tensors, Unit
+from torch_fsdp_tests.models.plain import SAVED, PlainTraining, Tensors, Unit
 from torch_fsdp_tests.models.sharded import ShardedTraining, sharded
 from torch_fsdp_tests.ranks import RankGroup, RanksErred, RanksFailed, are_made
 from torch_fsdp_tests.verdict import State, Verdict, events
@@ -37,7 +37,6 @@ from torch_fsdp_tests.verdict import State, Verdict, events
 __unittest = True
 
 STEPS = 3
-SAVED = 1  # the step after which a training is saved
 _IS_GENERATED = "__of_configuration__"  # an attribute of generated methods
 _FOLDER = "TORCH_FSDP_TESTS_MODEL_CHECKPOINTS"  # an environment variable of the ranks
 
@@ -64,7 +63,8 @@ class ModelTestCase(FSDPTestContinuous):
     _idle: ClassVar[dict[tuple[int, bool], RankGroup]]  # ranks in other roles, which wait for their next test
     _folder: ClassVar[tempfile.TemporaryDirectory[str] | None] = None
     _passed: ClassVar[dict[Configuration, bool]]  # those that were tried alone
-    _trained: ClassVar[dict[Arithmetic, PlainTraining]]  # in a rank
+    _trained: ClassVar[tuple[Configuration, PlainTraining, Tolerances] | None]  # in a rank: the last plain training
+    _repeats: ClassVar[bool]  # in a rank: whether the plain program was repeated
 
     def build(self) -> nn.Module:
         """A new model on the CPU, in float32. It is the same each time after the same seed."""
@@ -113,7 +113,7 @@ class ModelTestCase(FSDPTestContinuous):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls._idle, cls._trained, cls._passed = {}, {}, {}
+        cls._idle, cls._trained, cls._repeats, cls._passed = {}, None, False, {}
         for name in (name for name in dir(cls) if name.startswith("test_") and name not in vars(cls)):
             if hasattr(getattr(cls, name), _IS_GENERATED):
                 setattr(cls, name, None)  # hides a configuration of a base class
@@ -167,11 +167,13 @@ class ModelTestCase(FSDPTestContinuous):
         try:
             self._run_in_phases(configuration, "test")
         except (RanksFailed, RanksErred) as error:
-            if limit is not None and re.search(limit, error.verdict.in_full):
+            if limit is not None and _raises_as(limit, error.verdict):
                 return
             if configuration.name in self.known_defects:
                 raise
-            alone, causes = self._in_words(error.verdict, configuration), explaining(error.verdict)
+            causes = explaining(error.verdict, configuration)
+            loader = f"in {configuration.resumed().name}, which loads" if self._role[1] else ""
+            alone = "; ".join(filter(None, (loader, self._in_words(error.verdict, configuration))))
             events.record(configuration={**facts, "alone": alone, "explained": [cause._asdict() for cause in causes]})
             raise _explained(error, alone, causes) from None
         if limit is not None:
@@ -246,18 +248,22 @@ class ModelTestCase(FSDPTestContinuous):
 
     def _train(self, configuration: Configuration) -> None:
         reference, tolerances = self._reference(configuration)
-        dtype = self._dtype(configuration)
-        training = sharded(self, configuration, dtype)
-        check = _Check(training, reference, tolerances, configuration, dtype)
+        training = sharded(self, configuration)
+        check = _Check(training, reference, tolerances, configuration)
         last = SAVED if configuration.saves else STEPS - 1
         for step in range(last + 1):
             check.step(step)
-            if step == 0 and configuration.has("generate") and not configuration.arithmetic.low:
-                self.assertEqual(training.generated(), reference.at(0).generated, msg="generate() after the first step")
-        if not configuration.has("ac", "ownac"):  # without FSDP too, buffers are updated again when it recomputes
-            check.buffers(f"after step {last + 1}", reference.at(last).buffers)
+            if step == 0 and configuration.has("generate") and not configuration.low:
+                self._check_generated(training.generated(), reference.at(0).generated)
+        check.buffers(f"after step {last + 1}", reference.at(last).buffers)
         if configuration.saves:
             self._save(configuration, training, reference, tolerances)
+
+    def _check_generated(self, actual: Any, expected: Any) -> None:
+        try:
+            self.assertEqual(actual, expected)
+        except AssertionError as error:
+            raise comparing.Mismatch(f"generate() after the first step: {error}") from error
 
     def _save(
         self, configuration: Configuration, training: ShardedTraining, reference: PlainTraining, tolerances: Tolerances
@@ -274,16 +280,15 @@ class ModelTestCase(FSDPTestContinuous):
     def _resume(self, configuration: Configuration) -> None:
         """Load what other ranks have saved into another layout, and train one more step."""
         folder, resumed = self._checkpoint(configuration), configuration.resumed()
-        dtype = self._dtype(resumed)
-        reference = self._plain(resumed.arithmetic._replace(low=""), self._highest)
+        reference = self._plain(resumed)
         states = torch.load(os.path.join(folder, "plain.pt"), weights_only=True)
         reference.continue_after(SAVED, states)
-        training = sharded(self, resumed, dtype, seed=1)
+        training = sharded(self, resumed, seed=1)
         built = {name: each.clone() for name, each in training.buffers.items()}
         training.spoil(states["buffers"][0])
         training.load(folder)
-        check = _Check(training, reference, Tolerances(*states["tolerances"]), resumed, dtype)
-        check.parameters("until it was loaded", plain.values(reference.model))
+        check = _Check(training, reference, Tolerances(*states["tolerances"]), resumed)
+        check.parameters("until it was loaded", reference.values())
         check.buffers("after the load", comparing.nearest(training.buffers, built, states["buffers"]))
         reference.take_buffers(training.buffers)
         check.step(STEPS - 1)
@@ -294,15 +299,48 @@ class ModelTestCase(FSDPTestContinuous):
             os.makedirs(folder, exist_ok=True)
         return folder
 
-    @functools.cached_property
-    def _highest(self) -> torch.dtype:
-        """float64 if the model computes in it in all ranks, and else float32."""
-        cls = type(self)
-        if "_dtype_found" not in vars(cls):
-            cls._dtype_found = torch.float64 if all(of_all_ranks(self._computes_in(torch.float64))) else torch.float32
-        return cls._dtype_found
+    def _plain(self, configuration: Configuration, dtype: torch.dtype | None = None) -> PlainTraining:
+        sharing = configuration.ranks_of_batch
+        index, batches = self.rank // sharing, dist.get_world_size() // sharing
+        data = plain.Data(self, index, batches, configuration.microbatches, dtype)
+        return PlainTraining(self, configuration.program, data, dtype)
 
-    _dtype_found: ClassVar[torch.dtype]
+    def _reference(self, configuration: Configuration) -> tuple[PlainTraining, Tolerances]:
+        """The plain training by the same program, and what the sharded one may differ from it.
+
+        Raises :class:`.plain.FailsWithoutFSDP` if it fails or shows nothing, and :class:`.plain.RanksDiffer`.
+        Configurations with the same program, one after the other, share their reference.
+        """
+        cls, program = type(self), configuration.program
+        if cls._trained is None or cls._trained[0] != program:
+            cls._trained = None  # there may not be room for two
+            with plain.without_fsdp():
+                if not cls._repeats:
+                    plain.check_repeats(self)
+                    cls._repeats = True
+                reference = self._plain(configuration)
+                reference.at(STEPS - 1)
+            cls._trained = program, reference, self._tolerances(configuration, reference)
+        _, reference, tolerances = cls._trained
+        if not configuration.has("root"):
+            plain.check_orders(reference.steps.values())
+        if tolerances.are_coarse:
+            self.skipTest("the plain model is so inexact that nothing can be compared")
+        return reference, tolerances
+
+    def _tolerances(self, configuration: Configuration, reference: PlainTraining) -> Tolerances:
+        """Rounding is judged by the plain model in float64, if it computes in it and draws the same random numbers."""
+        dtypes = {param.dtype for param in reference.params.values()}
+        least = comparing.exact({plain.LOW} if configuration.low else dtypes)
+        can_judge = len(dtypes) == 1 and not any(dtype.is_complex for dtype in dtypes)
+        if not (can_judge and all(of_all_ranks(self._computes_in(torch.float64)))):
+            return least
+        high = self._plain(
+            configuration.program.without("bf16", "autocast", "ac", "ownac", "compile", "generate"), torch.float64
+        )
+        with plain.without_fsdp():
+            steps = [(step, high.at(number)) for number, step in reference.steps.items()]
+        return comparing.calibrated(steps, reference.start, least)
 
     def _computes_in(self, dtype: torch.dtype) -> bool:
         try:
@@ -312,46 +350,11 @@ class ModelTestCase(FSDPTestContinuous):
             return False
         return True
 
-    def _dtype(self, configuration: Configuration) -> torch.dtype:
-        """The dtype of the sharded model. Mixed precision is for models in float32.
 
-        FSDP1 does not clip in float64 (``fsdp1_clip_grad_norm_refuses_float64``), so what it loads is not float64.
-        """
-        interfaces = {configuration.interface, configuration.saves and configuration.resumed().interface}
-        clips_in_fsdp1 = configuration.has("clip") and "fsdp1" in interfaces
-        return torch.float32 if configuration.arithmetic.low or clips_in_fsdp1 else self._highest
-
-    def _plain(self, arithmetic: Arithmetic, dtype: torch.dtype) -> PlainTraining:
-        index, batches = (number // arithmetic.ranks_of_batch for number in (self.rank, dist.get_world_size()))
-        data = plain.Data(self, index, batches, arithmetic.microbatches, dtype)
-        return PlainTraining(self, arithmetic, data, dtype)
-
-    def _reference(self, configuration: Configuration) -> tuple[PlainTraining, Tolerances]:
-        """The plain training in the highest precision, and what the sharded one may differ from it.
-
-        Raises :class:`.plain.FailsWithoutFSDP` if the plain model does not run under the same options. Configurations
-        with the same arithmetic share their reference.
-        """
-        trained, arithmetic = type(self)._trained, configuration.arithmetic
-        high = arithmetic._replace(low="")
-        with plain.without_fsdp():
-            if high not in trained:
-                trained[high] = self._plain(high, self._highest)
-            reference = trained[high]
-            reference.at(0)
-        if configuration.has("ac", "ownac", "compile", "autocast", "bf16"):
-            batch = plain.on_device(self.batch(self.rank), self._dtype(configuration))
-            plain.check_plain(self, configuration, batch, self._dtype(configuration))
-        if not arithmetic.low:
-            return reference, comparing.exact(self._dtype(configuration))
-        if arithmetic not in trained:
-            trained[arithmetic] = self._plain(arithmetic, torch.float32)
-        with plain.without_fsdp():
-            steps = [(trained[arithmetic].at(step), reference.at(step)) for step in range(STEPS)]
-        tolerances = comparing.calibrated(steps, reference.start)
-        if tolerances.are_coarse:
-            self.skipTest("the plain model is so inexact in bfloat16 that nothing can be compared")
-        return reference, tolerances
+def _raises_as(limit: str, verdict: Verdict) -> bool:
+    """Whether torch raised what a limit says. One that fits any error says nothing."""
+    raised = ending_of(verdict.outcome, verdict.ranks) not in (Ending.MISMATCH, Ending.FAILS_WITHOUT_FSDP)
+    return raised and re.search(limit, "any") is None and re.search(limit, verdict.in_full) is not None
 
 
 def _explained(error: RanksFailed | RanksErred, alone: str, causes: list[Explanation]) -> Exception:
@@ -365,6 +368,13 @@ def _explained(error: RanksFailed | RanksErred, alone: str, causes: list[Explana
     return explained
 
 
+def _has_gradient(names: list[str]) -> str:
+    return (
+        f"{', '.join(names[:3])} got a gradient of zeros from FSDP, and none from the plain model, which does not use "
+        "it in the loss, so weight decay changes it"
+    )
+
+
 class _Check:
     """Trains a sharded model and compares each step with that of the plain one."""
 
@@ -374,11 +384,11 @@ class _Check:
         reference: PlainTraining,
         tolerances: Tolerances,
         configuration: Configuration,
-        dtype: torch.dtype,
     ) -> None:
         self._training, self._reference = training, reference
         self._tolerances, self._configuration = tolerances, configuration
-        self._data, self._dtype = reference.data.in_dtype(dtype), dtype
+        self._data = reference.data
+        self._invented: list[str] = []  # parameters that have no gradient in the last step of the plain training
         if plain.holds_others(training.optimizer, training.model.parameters()):
             raise comparing.Mismatch(
                 "optimizer(params) returned an optimizer of other parameters, such as those from before sharding: "
@@ -394,9 +404,10 @@ class _Check:
             actual = self._training.eval_loss(self._data, number)
             check_number(f"the loss in eval mode before step {number + 1}", actual, expected.eval_loss, off.numbers)
         losses = self._training.backward(self._data, number)
-        self._training.check_features()
+        self._training.check_features(expected.order)
         for loss, right in zip(losses, expected.losses, strict=True):
             check_number(f"the loss {at}", loss, right, off.numbers)
+        self._invented = self._training.invented(expected.gradients)
         gradients = self._training.gradients(expected.gradients)
         check_tensors(f"the gradients {at}", gradients, expected.gradients, off.numbers, off.gradients)
         if configuration.has("clip"):
@@ -408,12 +419,17 @@ class _Check:
         """Raises :class:`.comparing.Mismatch`."""
         pairs = comparing.moved(self._training.parameters(expected), self._start)
         changes = comparing.updates(expected, self._reference.start)
-        own = comparing.of_updates(self._tolerances, expected, changes, self._dtype)
-        check_tensors(f"what training has changed {when}", pairs, changes, self._tolerances.numbers, own)
+        own = comparing.of_updates(self._tolerances, expected, changes)
+        try:
+            check_tensors(f"what training has changed {when}", pairs, changes, self._tolerances.numbers, own)
+        except comparing.Mismatch as error:
+            if not self._invented:
+                raise
+            raise comparing.Mismatch(f"{error}; {_has_gradient(self._invented)}") from error
 
     def buffers(self, when: str, expected: Tensors) -> None:
         """Raises :class:`.comparing.Mismatch`. Those of FSDP1 may have the dtype of mixed precision."""
-        if self._configuration.arithmetic.low:
+        if self._configuration.low:
             return
         own = self._training.buffers
         for is_float in (True, False):  # each on its own scale

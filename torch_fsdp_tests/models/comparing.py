@@ -6,27 +6,25 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from torch_fsdp_tests.fsdp.references import of_all_ranks
-from torch_fsdp_tests.models.plain import Step, Tensors
+from torch_fsdp_tests.models.plain import Step, Tensors, real
+from torch_fsdp_tests.models.sharded import Mismatch as Mismatch
 from torch_fsdp_tests.models.sharded import Pairs
 
 # Relative tolerances for the dtypes in which both sides compute. Each is far above the rounding of one operation,
 # because gradients sum over thousands, and far below any effect of a mistake.
-TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
-# In bfloat16, the tolerance is this many times the plain model's own distance from higher precision, and at least that
-# of some roundings. Where it would be more than COARSEST, as for a bias before a norm, nothing is compared.
-MARGIN, FINEST, COARSEST = 4.0, 2.0**-6, 0.5
+FINEST = 2.0**-6  # in 16 bits
+TOLERANCES = {torch.float64: 1e-6, torch.complex128: 1e-6, torch.float32: 1e-3, torch.complex64: 1e-3}
+# A tolerance is also this many times the plain model's own distance from float64. Where it would be more than COARSEST,
+# as for a bias before a norm, nothing is compared.
+MARGIN, COARSEST = 4.0, 0.5
 ROUNDINGS = 4  # of a parameter, which each step rounds
 # A tensor whose values are below this fraction of the largest of all tensors is compared on the scale of the fraction.
 LEAST_SCALE = 1e-2
-
-
-class Mismatch(AssertionError):
-    """The sharded training differs from the plain one. The message is a sentence."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,19 +41,26 @@ class Tolerances:
         return self.numbers > COARSEST or statistics.median([0.0, *self.gradients.values()]) > COARSEST
 
 
-def exact(dtype: torch.dtype) -> Tolerances:
-    return Tolerances(TOLERANCES[dtype])
+def exact(dtypes: Iterable[torch.dtype]) -> Tolerances:
+    """Those for computing in these dtypes, if nothing is known about the model's rounding."""
+    return Tolerances(max((TOLERANCES.get(dtype, FINEST) for dtype in dtypes), default=FINEST))
 
 
-def calibrated(steps: Sequence[tuple[Step, Step]], start: Tensors) -> Tolerances:
-    """The tolerances for bfloat16, from steps of the plain model in low and in high precision. A collective."""
-    by_rank = of_all_ranks([_off_by_kind(low, high, start) for low, high in steps])
+def calibrated(plain: Sequence[tuple[Step, Step]], start: Tensors, least: Tolerances) -> Tolerances:
+    """The tolerances from steps of the plain model, and of the same model in float64. A collective.
+
+    They are not below ``least``. If the two drew other random numbers, nothing is known about rounding.
+    """
+    by_rank = of_all_ranks([_off_by_kind(own, high, start) for own, high in plain if own.random == high.random])
+    if any(len(found) < len(plain) for found in by_rank):
+        return Tolerances(MARGIN * least.numbers) if least.numbers == FINEST else least
     numbers, gradients, changes = zip(*itertools.chain.from_iterable(by_rank))
-    return Tolerances(max(FINEST, MARGIN * max(numbers)), _by_tensor(gradients), _by_tensor(changes))
+    finest = least.numbers
+    return Tolerances(max(finest, MARGIN * max(numbers)), _by_tensor(gradients, finest), _by_tensor(changes, finest))
 
 
 def _off_by_kind(low: Step, high: Step, start: Tensors) -> tuple[float, dict[str, float], dict[str, float]]:
-    """How far the plain model's numbers, gradients and updates are off in low precision."""
+    """How far the plain model's numbers, gradients and updates are off in its own precision."""
     pairs = zip([*low.losses, low.eval_loss, low.norm], [*high.losses, high.eval_loss, high.norm], strict=True)
     changes, right = updates(low.parameters, start), updates(high.parameters, start)
     return (
@@ -65,10 +70,10 @@ def _off_by_kind(low: Step, high: Step, start: Tensors) -> tuple[float, dict[str
     )
 
 
-def _by_tensor(distances: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def _by_tensor(distances: Sequence[Mapping[str, float]], finest: float) -> dict[str, float]:
     """The tolerance of each tensor. One may have been rounded well by chance, so it is at least that of half of all."""
     largest = {name: max(each.get(name, 0.0) for each in distances) for name in set().union(*distances)}
-    least = max(FINEST, MARGIN * statistics.median(largest.values())) if largest else FINEST
+    least = max(finest, MARGIN * statistics.median(largest.values())) if largest else finest
     return {name: max(least, MARGIN * each) for name, each in largest.items()}
 
 
@@ -110,14 +115,13 @@ def check_tensors(
         )
 
 
-def of_updates(tolerances: Tolerances, parameters: Tensors, changes: Tensors, dtype: torch.dtype) -> dict[str, float]:
-    """The tolerances of updates, which are at least the rounding of the parameters in ``dtype``."""
-    sizes, epsilon = _sizes(changes), ROUNDINGS * torch.finfo(dtype).eps
+def of_updates(tolerances: Tolerances, parameters: Tensors, changes: Tensors) -> dict[str, float]:
+    """The tolerances of updates, which are at least the rounding of the parameters."""
+    sizes = _sizes(changes)
+    rounding = {name: ROUNDINGS * torch.finfo(each.dtype).eps * _largest(each) for name, each in parameters.items()}
     return {
-        name: max(
-            tolerances.updates.get(name, tolerances.numbers), min(COARSEST, epsilon * _largest(tensor) / sizes[name])
-        )
-        for name, tensor in parameters.items()
+        name: max(tolerances.updates.get(name, tolerances.numbers), min(COARSEST, each / sizes[name]))
+        for name, each in rounding.items()
     }
 
 
@@ -135,8 +139,7 @@ def _distances(pairs: Pairs, expected: Tensors) -> dict[str, float]:
     sizes = _sizes(expected)
     least = min(sizes.values(), default=1.0)  # for a tensor that only the sharded model has
     return {
-        name: _largest(actual.double() - wanted.double()) / sizes.get(name, least)
-        for name, (actual, wanted) in pairs.items()
+        name: _largest(real(actual) - real(wanted)) / sizes.get(name, least) for name, (actual, wanted) in pairs.items()
     }
 
 
@@ -163,11 +166,12 @@ def _factor(actual: float, expected: float) -> str:
 
 
 def _factor_of(actual: torch.Tensor, expected: torch.Tensor) -> str:
-    squares = expected.double().square().sum().item()
+    actual, expected = real(actual), real(expected)
+    squares = expected.square().sum().item()
     if not squares:
         return ""
-    ratio = (actual.double() * expected.double()).sum().item() / squares
-    is_multiple = torch.allclose(actual.double(), ratio * expected.double(), rtol=1e-3)
+    ratio = (actual * expected).sum().item() / squares
+    is_multiple = torch.allclose(actual, ratio * expected, rtol=1e-3)
     return _factor(ratio, 1.0) if is_multiple else ""
 
 

@@ -20,20 +20,25 @@ OPTIONS = {
     "noshard": "FSDP1 with NO_SHARD",
     "flat": "FSDP1 with use_orig_params=False",
     "bf16": "mixed precision: computes in bfloat16, reduces in float32",
+    "bf16reduce": "mixed precision: computes and reduces in bfloat16; its rounding may grow over steps",
     "autocast": "torch.autocast to bfloat16 around each forward",
     "offload": "parameters and gradients in host memory",
     "ac": "activation checkpointing of each unit",
     "ownac": "the model's own gradient_checkpointing_enable(), or else as ac",
     "compile": "each unit is compiled (aot_eager)",
     "frozen": "what freeze() freezes is not trained",
-    "accumulate": "two microbatches a step, each reduced",
-    "nosync": "two microbatches a step, reduced once",
+    "accumulate": "three microbatches a step, each reduced",
+    "nosync": "three microbatches a step, reduced once",
     "clip": "gradients are clipped",
     "eval": "a forward in eval mode before each step",
     "generate": "generate() after the first step",
     "dcp": "saved by torch.distributed.checkpoint, loaded by new processes in another layout",
     "dsd": "saved as one full state dict by get_state_dict, loaded by new processes in another layout",
 }
+PLAIN = "plain"  # the interface of a training without FSDP
+# What a program also has without FSDP. FSDP must not change what it computes.
+_WITHOUT_FSDP = {"nosync": "accumulate", "bf16reduce": "bf16"}
+_OF_PROGRAM = {"tp", "bf16", "autocast", "ac", "ownac", "compile", "frozen", "accumulate", "clip", "eval", "generate"}
 _LAYOUT = ("root", "keep", "hsdp", "tp", "noshard", "flat")
 _ONLY_FSDP1 = {"noshard", "flat"}
 # Each pair excludes the other: interfaces and options.
@@ -41,6 +46,7 @@ _APART = (
     *((interface, option) for interface in ("fsdp2", "replicate") for option in sorted(_ONLY_FSDP1)),
     *(("replicate", option) for option in ("keep", "hsdp", "tp")),
     *(("noshard", option) for option in ("keep", "hsdp", "tp")),
+    ("bf16", "bf16reduce"),
     *(("hsdp", "tp"), ("tp", "flat")),
 )
 
@@ -48,8 +54,8 @@ COMBINED = (
     "fsdp2_clip_eval_generate",
     "fsdp2_ac_nosync_clip_dcp",
     "fsdp2_keep_accumulate_eval_dsd",
-    "fsdp2_hsdp_offload_frozen_eval",
-    "fsdp2_bf16_ownac_accumulate_clip_eval",
+    "fsdp2_hsdp_offload_frozen_accumulate_eval",
+    "fsdp2_bf16_ownac_nosync_clip_eval",
     "fsdp1_nosync_clip_eval_generate_dcp",
     "fsdp1_keep_ac_accumulate_dsd",
     "fsdp1_hsdp_flat_frozen_eval",
@@ -61,16 +67,6 @@ COMPILED = ("fsdp2_compile_nosync_clip_eval", "fsdp1_keep_compile_eval")
 
 class UnknownConfiguration(ValueError):
     """The message is a sentence."""
-
-
-class Arithmetic(NamedTuple):
-    """What the numbers of a training depend on. The rest of a configuration must not change them."""
-
-    microbatches: int = 1
-    clips: bool = False
-    is_frozen: bool = False
-    low: str = ""  # "bf16" or "autocast", if the model computes in bfloat16
-    ranks_of_batch: int = 1  # more than one if tensor parallelism splits the model
 
 
 class Configuration(NamedTuple):
@@ -121,10 +117,30 @@ class Configuration(NamedTuple):
         return 4 if self.has("hsdp", "tp") else 2
 
     @property
-    def arithmetic(self) -> Arithmetic:
-        low = next((option for option in ("bf16", "autocast") if self.has(option)), "")
-        microbatches, ranks = 2 if self.has("accumulate", "nosync") else 1, 2 if self.has("tp") else 1
-        return Arithmetic(microbatches, self.has("clip"), self.has("frozen"), low, ranks)
+    def microbatches(self) -> int:
+        """Those of a step. Three, because two hide what happens to gradients that wait for the third."""
+        return 3 if self.has("accumulate", "nosync") else 1
+
+    @property
+    def ranks_of_batch(self) -> int:
+        """How many ranks share a batch: more than one if tensor parallelism splits the model."""
+        return 2 if self.has("tp") else 1
+
+    @property
+    def low(self) -> bool:
+        """Whether the model computes in bfloat16."""
+        return self.is_mixed or self.has("autocast")
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether FSDP casts parameters to bfloat16."""
+        return self.has("bf16", "bf16reduce")
+
+    @property
+    def program(self) -> Configuration:
+        """What is left without FSDP. Configurations with the same program must give the same numbers."""
+        left = {_WITHOUT_FSDP.get(option, option) for option in self.options} & _OF_PROGRAM
+        return Configuration(PLAIN, tuple(option for option in OPTIONS if option in left))
 
     def resumed(self) -> Configuration:
         """The layout that loads what this one saved: by default the other interface after DCP, the root after DSD."""

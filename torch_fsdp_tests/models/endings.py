@@ -13,6 +13,7 @@ class Ending(enum.Enum):
     """How a configuration ended. The value is its letter in the table."""
 
     PASSED = "."
+    PARTLY = "p"
     SKIPPED = "-"
     KNOWN = "k"
     LIMIT = "l"
@@ -29,6 +30,7 @@ class Ending(enum.Enum):
 
 WORDS = {
     Ending.PASSED: "equals the plain model",
+    Ending.PARTLY: "equals it, but an option was dropped",
     Ending.SKIPPED: "skipped",
     Ending.KNOWN: "shows the known defect that the case names",
     Ending.LIMIT: "raises as the case says",
@@ -36,7 +38,7 @@ WORDS = {
     Ending.RAISED: "raises",
     Ending.HUNG: "hangs",
     Ending.DIED: "a rank dies",
-    Ending.FAILS_WITHOUT_FSDP: "raises without FSDP too",
+    Ending.FAILS_WITHOUT_FSDP: "fails without FSDP too",
 }
 _BY_STATE = {
     State.PASSED: Ending.PASSED,
@@ -48,13 +50,15 @@ _BY_STATE = {
     State.CRASHED: Ending.DIED,
 }
 
+_OUR_OWN = ("Mismatch", "FailsWithoutFSDP", "RanksDiffer")  # exceptions whose message is a sentence
+
 
 def ending_of(outcome: State, ranks: Sequence[RankResult]) -> Ending:
-    """How a test of a configuration ended. Only in ranks is a failed assertion a mismatch."""
+    """How a test of a configuration ended. A failed assertion of torch is an error, and no mismatch."""
     first = next(iter(by_cause(ranks)), None)
     if first is not None and first.exception == "FailsWithoutFSDP":
         return Ending.FAILS_WITHOUT_FSDP
-    if first is not None and outcome is State.FAILED:
+    if first is not None and first.exception == "Mismatch":
         return Ending.MISMATCH
     return _BY_STATE.get(outcome, Ending.RAISED)
 
@@ -66,4 +70,4 @@ def reason_of(reason: str, ranks: Sequence[RankResult]) -> str:
         return reason
     if first.exception == "CheckpointException":
         return first.text.rstrip().rpartition("\n")[2]
-    return first.message if first.exception in ("Mismatch", "FailsWithoutFSDP") else first.in_one_line()
+    return first.message if first.exception in _OUR_OWN else first.in_one_line()

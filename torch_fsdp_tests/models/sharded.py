@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.collectives import recorded
 from torch_fsdp_tests.fsdp.meshes import make_mesh
-from torch_fsdp_tests.fsdp.references import full, named
+from torch_fsdp_tests.fsdp.references import full, named, of_all_ranks
 from torch_fsdp_tests.fsdp.shards import local_of, shard_of
 from torch_fsdp_tests.models.configurations import Configuration
 from torch_fsdp_tests.models.plain import (
@@ -41,56 +41,60 @@ from torch_fsdp_tests.models.plain import (
     LOW,
     Data,
     Model,
+    ModelTraining,
     Tensors,
     Unit,
     buffers_of,
     built,
-    eval_loss_of,
-    generated,
-    loss_of,
-    optimizer_of,
-    recompute,
     single,
 )
+
+
+class Mismatch(AssertionError):
+    """The sharded training differs from the plain one. The message is a sentence."""
+
 
 # For each name, what this rank has and what it must have. Both may be local shards.
 Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
-def sharded(case: Model, configuration: Configuration, dtype: torch.dtype, seed: int = 0) -> ShardedTraining:
+def sharded(case: Model, configuration: Configuration, seed: int = 0) -> ShardedTraining:
     """A new model with an optimizer in this configuration."""
     cls = Fsdp1Training if configuration.interface == "fsdp1" else Fsdp2Training
-    return cls(case, configuration, built(case, seed, dtype, configuration.has("frozen")))
+    return cls(case, configuration, built(case, seed, is_frozen=configuration.has("frozen")))
 
 
 def _mesh(configuration: Configuration) -> DeviceMesh:
     """All ranks. The last of two dimensions is for tensor parallelism, if there is any."""
-    if configuration.has("hsdp", "tp"):
-        return make_mesh(2, 2, names=("replicate", "shard") if configuration.has("hsdp") else ("shard", "tensor"))
-    return make_mesh(dist.get_world_size(), names=("shard",))
+    with internals.fake_tensors.unset_fake_temporarily():  # a mesh computes with the ranks
+        if configuration.has("hsdp", "tp"):
+            return make_mesh(2, 2, names=("replicate", "shard") if configuration.has("hsdp") else ("shard", "tensor"))
+        return make_mesh(dist.get_world_size(), names=("shard",))
 
 
-class ShardedTraining:
+class ShardedTraining(ModelTraining):
     """A sharded model with its optimizer. Both interfaces have these methods."""
 
     def __init__(self, case: Model, configuration: Configuration, model: nn.Module) -> None:
-        self._case, self._configuration = case, configuration
+        super().__init__(case, configuration)
         mesh = _mesh(configuration)
         if configuration.has("tp"):
             case.parallelize(model, mesh["tensor"])
             mesh = mesh["shard"]
-        units = recompute(case, model, configuration)
-        for unit in single(units) if configuration.has("compile") else ():
-            unit.compile(backend="aot_eager")
         self._computed: list[torch.dtype] = []  # dtypes of parameters in the forward of their modules
-        self._recomputed = self._reductions = [0]  # how often each microbatch of the last step did it
-        for module in model.modules() if configuration.has("bf16", "ac") else ():
+        self._reductions: list[int] = []  # how often each microbatch of the last step reduced gradients
+        for module in model.modules() if configuration.is_mixed else ():
             if not isinstance(module, _BatchNorm):  # FSDP1 leaves it in float32
                 names = [name for name, param in module.named_parameters(recurse=False) if param.is_floating_point()]
                 module.register_forward_pre_hook(functools.partial(self._record_dtypes, names))
-        self.model: Any = self._sharded(model, [] if configuration.has("root") else units, mesh)
+        units = self._units_of(model)
+        self.model = self._sharded(model, [] if configuration.has("root") else units, mesh)
         case.prepare(self.model)
-        self.optimizer = optimizer_of(case, self.model)
+        self.optimizer = self._optimizer_of(self.model.parameters())
+
+    @property
+    def _reduced_in(self) -> torch.dtype:
+        return LOW if self._configuration.has("bf16reduce") else torch.float32
 
     def _record_dtypes(self, names: list[str], module: nn.Module, args: Any) -> None:
         self._computed += [getattr(module, name).dtype for name in names]
@@ -112,45 +116,35 @@ class ShardedTraining:
     def parameters(self, expected: Tensors) -> Pairs:
         raise NotImplementedError
 
-    @property
-    def _autocast(self) -> str:
-        return "autocast" if self._configuration.has("autocast") else ""
-
     def backward(self, data: Data, step: int) -> list[float]:
-        """Make the gradients of a step. Returns the losses of this rank's microbatches."""
-        losses, self._recomputed, self._reductions = [], [], []
-        for index, batch in enumerate(data.of(step)):
-            is_reduced = index + 1 == data.microbatches or not self._configuration.has("nosync")
-            with self._reducing(is_reduced), recorded("reduce_scatter", "all_reduce") as calls:
-                loss = loss_of(self._case, self.model, batch, data.seed(step, index), self._autocast)
-                computed = len(self._computed)
-                (loss / data.microbatches).backward()
-            losses.append(loss.item())
-            self._recomputed.append(len(self._computed) - computed)
-            self._reductions.append(len(calls))
-        return losses
+        self._reductions = []
+        return super().backward(data, step)
 
-    def check_features(self) -> None:
-        """Raises ``AssertionError`` if the last step did not use features that hardly change its numbers."""
+    @contextlib.contextmanager
+    def _microbatch(self, is_last: bool) -> Iterator[None]:
+        is_reduced = is_last or not self._configuration.has("nosync")
+        with self._reducing(is_reduced), recorded("reduce_scatter", "all_reduce") as calls:
+            yield
+        self._reductions.append(len(calls))
+
+    def check_features(self, order: list[str]) -> None:
+        """Raises :class:`Mismatch` if the last step did not use features that hardly change its numbers.
+
+        ``order`` has the units that the plain training ran in this step.
+        """
         has = self._configuration.has
-        if has("bf16") and (wrong := {*self._computed} - {LOW}):
-            raise AssertionError(f"with mixed precision, modules must compute in {LOW}, but some do in {wrong}")
-        if has("ac") and not any(self._recomputed):
-            raise AssertionError("with activation checkpointing, backward must run modules again, but it does not")
+        if self._configuration.is_mixed and (wrong := {*self._computed} - {LOW}):
+            raise Mismatch(f"with mixed precision, modules must compute in {LOW}, but some do in {wrong}")
+        if self.order != order:
+            runs = f"{len(self.order)} times, and the plain model {len(order)} times"
+            raise Mismatch(f"the model and its units run {runs}, or in another order")
         if has("nosync") and not self._reductions[0] < self._reductions[-1]:
-            raise AssertionError(f"only the last microbatch may reduce gradients, but they do {self._reductions} times")
+            raise Mismatch(f"only the last microbatch may reduce gradients, but they do {self._reductions} times")
 
-    def update(self) -> None:
-        """Step the optimizer, and clear the gradients."""
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def eval_loss(self, data: Data, step: int) -> float:
-        return eval_loss_of(self._case, self.model, data.of(step)[0], self._autocast)
-
-    def generated(self) -> Any:
-        """What ``generate`` returns."""
-        return generated(self._case, self.model)
+    def invented(self, expected: Tensors) -> list[str]:
+        """The parameters that have a gradient in a rank, and none in the plain training. A collective."""
+        own = [name for name, param in named(self.model).items() if param.grad is not None and name not in expected]
+        return [*dict.fromkeys(name for names in of_all_ranks(own) for name in names)]
 
     @property
     def buffers(self) -> Tensors:
@@ -203,7 +197,9 @@ class Fsdp2Training(ShardedTraining):
         pinned = accelerator.current().has("pinned_memory")
         options: dict[str, Any] = {
             "mesh": mesh,
-            "mp_policy": MixedPrecisionPolicy(LOW, torch.float32) if has("bf16") else MixedPrecisionPolicy(),
+            "mp_policy": MixedPrecisionPolicy(LOW, self._reduced_in)
+            if self._configuration.is_mixed
+            else MixedPrecisionPolicy(),
             "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if has("offload") else OffloadPolicy(),
             **({"reshard_after_forward": False} if has("keep") else {}),
         }
@@ -254,7 +250,8 @@ class Fsdp1Training(ShardedTraining):
 
     def _sharded(self, model: nn.Module, units: list[Unit], mesh: DeviceMesh) -> nn.Module:
         has, ids = self._configuration.has, set(map(id, single(units)))
-        low = MixedPrecision(LOW, torch.float32, buffer_dtype=LOW) if has("bf16") else None
+        is_mixed = self._configuration.is_mixed
+        low = MixedPrecision(LOW, self._reduced_in, buffer_dtype=LOW) if is_mixed else None
         return FSDP(
             model,
             auto_wrap_policy=CustomPolicy(lambda module: id(module) in ids),
