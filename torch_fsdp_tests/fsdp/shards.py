@@ -37,13 +37,24 @@ def strided(dim: int, parts: int) -> Placement:
 
 def by_hand(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> list[list[int]]:
     """For each dimension of a tensor of this shape, the indices of this rank's local shard."""
-    is_strided = [isinstance(placement, internals.strided_shard()) for placement in placements]
-    # Mesh dimensions shard in order. Those with strided placements follow all others, in reverse order.
-    order = [dim for dim, late in enumerate(is_strided) if not late]
-    order += [dim for dim in reversed(range(mesh.ndim)) if is_strided[dim]]
+    cuts = [dim for dim, each in enumerate(placements) if not (each.is_replicate() or each.is_partial())]
+    late = [dim for dim in cuts if _follows_others(dim, mesh, placements)]
     indices = [torch.arange(size, device="cpu") for size in shape]
-    for dim in order:
-        if not (placements[dim].is_replicate() or placements[dim].is_partial()):
-            cut = placements[dim].dim
-            indices[cut] = chunk_of(indices[cut], mesh.get_local_rank(dim), mesh.size(dim))
+    # Mesh dimensions shard in order. Those whose strided placements say so follow all others, in reverse order.
+    for dim in [dim for dim in cuts if dim not in late] + late[::-1]:
+        groups = 1 if dim in late else getattr(placements[dim], "split_factor", 1)
+        cut = placements[dim].dim % len(shape)
+        mine = [chunk_of(group, mesh.get_local_rank(dim), mesh.size(dim)) for group in indices[cut].chunk(groups)]
+        indices[cut] = torch.cat(mine)
     return [each.tolist() for each in indices]
+
+
+def _follows_others(dim: int, mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
+    """Whether a mesh dimension shards what later mesh dimensions have sharded. Otherwise a strided placement shards each
+    of several groups of rows.
+    """
+    placement = placements[dim]
+    if not isinstance(placement, internals.strided_shard()):
+        return False
+    plain = [each for each in range(dim + 1, mesh.ndim) if getattr(placements[each], "dim", None) == placement.dim]
+    return bool(plain) and math.prod(map(mesh.size, plain)) == placement.split_factor
