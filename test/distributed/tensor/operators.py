@@ -101,7 +101,7 @@ DIM: Sequence[Args] = ({"dim": 0}, {"dim": 1, "keepdim": True}, {"dim": -2})
 # defects dtensor_mean_loss_of_uneven_shards_is_wrong and dtensor_gradient_of_mean_loss_is_too_large.
 NOT_MEAN: Sequence[Args] = ({"reduction": "sum"}, {"reduction": "none"})
 REDUCTIONS: Sequence[Args] = ({"reduction": "mean"}, {"reduction": "sum"}, {"reduction": "none"})
-IN_PLACE = "in-place operations that require placement changes|in-place"
+IN_PLACE = "in-place operations that require placement changes"
 UNEVEN = "cannot be evenly sharded"
 VIEW = "redistribut|Attempted to unbind"
 
@@ -148,7 +148,7 @@ POINTWISE = [
     row("minimum", torch.minimum, "ab", "b"),
     row("lerp", torch.lerp, "ab", "ab", args=({"weight": 0.3}, {"weight": 2.0})),
     row("addcmul", torch.addcmul, "ab", "ab", "b", args=({}, {"value": 0.5})),
-    row("addcdiv", torch.addcdiv, "ab", "ab", "+ab", args=({"value": -2.0},)),
+    row("addcdiv", torch.addcdiv, "ab", "ab", "+ab", refuses=IN_PLACE, args=({"value": -2.0},)),
     row("where", lambda x, mask, y: torch.where(mask, x, y), "ab", "?ab", "b"),
     row("masked_fill", torch.masked_fill, "ab", "?ab", args=({"value": 7.0}, {"value": -1.0})),
     row("xlogy", torch.xlogy, "ab", "+ab"),
@@ -193,7 +193,7 @@ REDUCING = [
     row("mean", torch.mean, "ab", args=({}, *DIMS), is_thorough=True),
     row("mean of a cube", torch.mean, "abc", args=({"dim": (1, 2)}, {"dim": 1}, {"dim": (0, -1), "keepdim": True})),
     row("prod", torch.prod, "+ab", args=({}, *DIM), has_gradient=False),
-    row("var", torch.var, "2ab", args=({"dim": 1}, {"dim": (0, 2)}, {"dim": 0, "correction": 0, "keepdim": True})),
+    row("var", torch.var, "2ab", args=({"dim": 0}, {"dim": (0, 2)}, {"dim": 0, "correction": 0, "keepdim": True})),
     row("std", torch.std, "2ab", args=({"dim": 0}, {"dim": (0, 1), "keepdim": True})),
     row("amax", torch.amax, "ab", args=({}, *DIMS), is_thorough=True, hangs_if_empty=True),
     row("amin", torch.amin, "ab", args=({}, *DIMS), hangs_if_empty=True),
@@ -262,13 +262,13 @@ LOSSES = [
     row("nll_loss with weights", lambda x, t, w, **args: F.nll_loss(x, t, w, **args), "ab", "b<a", "=b", args=REDUCTIONS, refuses=UNEVEN),
     row("nll_loss of a cube", F.nll_loss, "abc", "b<ac", args=REDUCTIONS, refuses=UNEVEN),
     row("cross_entropy", F.cross_entropy, "ab", "b<a", refuses=UNEVEN, args=(*REDUCTIONS, {"ignore_index": 1})),
-    row("cross_entropy with smoothed labels", F.cross_entropy, "ab", "b<a", refuses=UNEVEN, args=({"label_smoothing": 0.1}, {"label_smoothing": 0.2, "reduction": "sum"})),
+    row("cross_entropy with smoothed labels", F.cross_entropy, "ab", "b<a", refuses=f"{UNEVEN}|{IN_PLACE}", args=({"label_smoothing": 0.1}, {"label_smoothing": 0.2, "reduction": "sum"})),
     row("mse_loss", F.mse_loss, "ab", "ab", args=NOT_MEAN),
     row("l1_loss", F.l1_loss, "ab", "ab", args=REDUCTIONS),
     row("smooth_l1_loss", F.smooth_l1_loss, "ab", "ab", args=NOT_MEAN),
     row("huber_loss", F.huber_loss, "ab", "ab", args=NOT_MEAN),
     row("binary_cross_entropy", lambda x, y, **args: F.binary_cross_entropy(x.sigmoid(), y, **args), "ab", "=ab", args=NOT_MEAN),
-    row("binary_cross_entropy_with_logits", F.binary_cross_entropy_with_logits, "ab", "ab", args=REDUCTIONS),
+    row("binary_cross_entropy_with_logits", F.binary_cross_entropy_with_logits, "ab", "ab", args=NOT_MEAN),
     row("kl_div", F.kl_div, "ab", "=ab", args=({"reduction": "batchmean"}, {"reduction": "sum"}, {"reduction": "none"})),
 ]
 

@@ -39,11 +39,13 @@ class OperatorMixin(DTensorOpTestBase):
         if os.environ.get("KIND"): rows = {os.environ["KIND"]: ROWS[os.environ["KIND"]]}
         for index, row in enumerate(itertools.chain(*rows.values()), seed_of_run()):
             accepted = 0
+            import time; T = time.process_time()
             for group in operators.cases(row, index, mesh, TEST_WITH_SLOW):
                 passed = [self._passes(row, index, case, mesh, failed) for case in group]
                 accepted += any(passed)
                 if accepted == operators.enough(row, mesh) and not TEST_WITH_SLOW:
                     break
+            if os.environ.get("TIMES") and self.rank == 0: print("TIME", round(time.process_time() - T, 3), row.name, flush=True)
             if not accepted:
                 failed.append(f"{row.name}: DTensor accepts no case")
         if failed:
