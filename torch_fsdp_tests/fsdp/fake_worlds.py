@@ -53,7 +53,8 @@ class CalledCollectives(TorchDispatchMode):
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # the operator of the DTensor consists of others, which come here
         arguments = dict(zip((each.name for each in func._schema.arguments), args)) | (kwargs or {})
-        if group := arguments.get("process_group") or arguments.get("group_name"):
+        group = arguments.get("process_group", arguments.get("group_name"))
+        if group is not None:
             # The operators of c10d get the group itself, and the functional ones get its name.
             found = _c10d._resolve_process_group(group) if isinstance(group, str) else dist.ProcessGroup.unbox(group)
             shapes = tuple(tuple(each.shape) for each in tree_leaves(args) if isinstance(each, torch.Tensor))
