@@ -378,6 +378,11 @@ PIPELINES_TRAIN_AFTER_EVAL = Fact(
 REDUCES_GRADIENTS_BY_ACTION = Fact(
     (2, 10), "has the pipeline action REDUCE_GRAD", _has(_PIPELINING + "schedules", "_ComputationType.REDUCE_GRAD")
 )
+CAN_LEAVE_OUT_PIPELINE_OUTPUTS = Fact(
+    (2, 10),
+    "can leave out the outputs of a pipeline's step",
+    _takes(_PIPELINING + "schedules", "PipelineScheduleSingle.step", "return_outputs"),
+)
 WAITS_FOR_GRADIENTS_BY_ACTION = Fact(
     (2, 15),
     "has the pipeline action WAIT_REDUCE_GRAD",
