@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import functools
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.fsdp.combinations import subtests
-from torch_fsdp_tests.fsdp.references import average_gradients
-from torch_fsdp_tests.fsdp.shards import local_of, shard_of
-from torch_fsdp_tests.fsdp.training import replicate_each, shard_each
-from torch_fsdp_tests.installed_torch import torch_facts
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from distributed._composable.test_composability.pipelines import (
+from torch_fsdp_tests.fsdp.pipelines import (
     LOOPED,
     MICROBATCHES,
     SCHEDULES,
@@ -34,6 +25,10 @@ from distributed._composable.test_composability.pipelines import (
     microbatched,
     units_of,
 )
+from torch_fsdp_tests.fsdp.references import average_gradients
+from torch_fsdp_tests.fsdp.shards import local_of, shard_of
+from torch_fsdp_tests.fsdp.training import replicate_each, shard_each
+from torch_fsdp_tests.installed_torch import torch_facts
 
 RATE = 0.1  # the learning rate
 
@@ -137,9 +132,7 @@ class TestAnySchedule(PipelineMixin, FSDPTest):
     def _has_last(self, pipeline: Pipeline) -> bool:
         return pipeline.num_stages - 1 in pipeline.indices
 
-    def _check_step(
-        self, pipeline: Pipeline, plain: nn.Module, batch: Batch, losses: Any, with_outputs: bool
-    ) -> None:
+    def _check_step(self, pipeline: Pipeline, plain: nn.Module, batch: Batch, losses: Any, with_outputs: bool) -> None:
         with torch.no_grad():
             output = plain(batch[0])
         expected = microbatched(plain, batch)
@@ -160,7 +153,10 @@ class TestAnySchedule(PipelineMixin, FSDPTest):
             params = dict(module.named_parameters())
             self.assertEqual(list(params), [name for name, _ in part.named_parameters()])
             for name, ref in part.named_parameters():
-                for kind, whole, own in (("", ref.detach(), params[name].detach()), (" grad", ref.grad, params[name].grad)):
+                for kind, whole, own in (
+                    ("", ref.detach(), params[name].detach()),
+                    (" grad", ref.grad, params[name].grad),
+                ):
                     actual[f"{index}.{name}{kind}"] = local_of(own)
                     expected[f"{index}.{name}{kind}"] = shard_of(whole, own)
         self.assertEqual(actual, expected, may_be="empty")

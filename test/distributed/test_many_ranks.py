@@ -6,7 +6,6 @@ shapes and in which order is real. If two ranks of a group call different collec
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import warnings
@@ -31,8 +30,8 @@ from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.fake_worlds import Called, CalledCollectives, as_rank
 from torch_fsdp_tests.fsdp.seeded import filled, uniform
-from torch_fsdp_tests.fsdp.shards import local_of
 from torch_fsdp_tests.fsdp.sharded_states import use_sharded_state_dicts
+from torch_fsdp_tests.fsdp.shards import local_of
 from torch_fsdp_tests.fsdp.training import loss_of, replicate_each, shard_each
 from torch_fsdp_tests.installed_torch import torch_facts
 
@@ -81,9 +80,9 @@ def fsdp2(model: Net, mesh: DeviceMesh, **kwargs: Any) -> nn.Module:
 def with_tp(model: Net, mesh: DeviceMesh) -> nn.Module:
     """Each rank splits its own parameters, because a fake world cannot send those of the first rank."""
     plan = {"net1": ColwiseParallel(), "net2": RowwiseParallel()}
-    *names, last = mesh.mesh_dim_names or ()
-    parallelize_module(model, mesh[last], plan, src_data_rank=None)
-    return fsdp2(model, mesh[tuple(names)])
+    names = tuple(mesh.mesh_dim_names or ())
+    parallelize_module(model, mesh[names[-1]], plan, src_data_rank=None)
+    return fsdp2(model, mesh[names[:-1]])
 
 
 class Layout(NamedTuple):
@@ -234,7 +233,6 @@ class TestManyRanks(MultiProcessTestCase):
                 state["net1.weight"].full_tensor()
         return called.calls
 
-    @functools.cache
     def _saved(self, layout: str) -> Any:
         """The metadata of a checkpoint of the small world. The plans of all ranks write each element once."""
         plans = []

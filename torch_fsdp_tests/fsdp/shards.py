@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,10 +51,11 @@ def by_hand(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placeme
 
 
 def _follows_others(dim: int, mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
-    """Whether a mesh dimension shards what later mesh dimensions have sharded. Otherwise a strided placement shards each
-    of several groups of rows.
+    """Whether a mesh dimension shards what later ones have sharded.
+
+    Otherwise a strided placement shards each of several groups of rows.
     """
-    placement = placements[dim]
+    placement: Any = placements[dim]
     if not isinstance(placement, internals.strided_shard()):
         return False
     plain = [each for each in range(dim + 1, mesh.ndim) if getattr(placements[each], "dim", None) == placement.dim]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +20,6 @@ from torch import nn
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
-from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import FSDPTest
@@ -222,7 +223,7 @@ def tensors() -> State:
     """Tensors of all kinds of memory, some of which share it."""
     whole = numbers(1)
     tagged = numbers(2)
-    tagged.tag = ["kept"]  # type: ignore[attr-defined]
+    tagged.tag = ["kept"]
     return {
         "contiguous": whole,
         "the same memory": whole.view(4, 3),
@@ -243,21 +244,13 @@ def tensors() -> State:
 
 def stagers() -> dict[str, Callable[[], Any]]:
     """All stagers with all arguments that work without an accelerator."""
-    found: dict[str, Callable[[], Any]] = {
-        f"DefaultStager {shared} {asynchronously}": lambda shared=shared, asynchronously=asynchronously: DefaultStager(
-            StagingOptions(False, shared, asynchronously, False)
-        )
-        for shared in BOOL
-        for asynchronously in BOOL
-    }
-    for cached in BOOL:
-        for checked in BOOL:
-            found[f"BlockingAsyncStager {cached} {checked}"] = lambda cached=cached, checked=checked: (
-                BlockingAsyncStager(cached, checked)
-            )
-        found[f"FileSystemWriter {cached}"] = lambda cached=cached: FileSystemWriter(
-            os.devnull, cache_staged_state_dict=cached
-        )
+    found: dict[str, Callable[[], Any]] = {}
+    for one, two in itertools.product(BOOL, BOOL):
+        options = StagingOptions(False, one, two, False)
+        found[f"DefaultStager {one} {two}"] = functools.partial(DefaultStager, options)
+        found[f"BlockingAsyncStager {one} {two}"] = functools.partial(BlockingAsyncStager, one, two)
+    for one in BOOL:
+        found[f"FileSystemWriter {one}"] = functools.partial(FileSystemWriter, os.devnull, cache_staged_state_dict=one)
     return found
 
 

@@ -32,7 +32,14 @@ from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import manual_seed, run_tests
 from torch_fsdp_tests.defects import torch_defect
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.distributed.common_state_dict import MOMENTS, StateDict, by_parameter, copied, is_sharded, named_osd
+from torch_fsdp_tests.distributed.common_state_dict import (
+    MOMENTS,
+    StateDict,
+    by_parameter,
+    copied,
+    is_sharded,
+    named_osd,
+)
 from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
@@ -327,7 +334,7 @@ class TestAnyStateDict(FSDPTest):
     @skip_if_lt_x_gpu(2)
     @subtests(pairwise=True, among=800, valid=is_valid, **CONFIG)
     def test_saved_and_loaded(self, **values):
-        """What is saved equals the states of the plain model, and a model that loads it trains on like the plain one."""
+        """What is saved equals the states of the plain model. A model that loads it trains on like the plain one."""
         self._check_case(Case(**values))
 
     @skip_if_lt_x_gpu(2)
@@ -458,8 +465,13 @@ class TestAnyStateDict(FSDPTest):
     def _check_states(self, actual: tuple[StateDict, StateDict], expected: tuple[StateDict, StateDict]) -> None:
         for found, wanted, tolerance in zip(actual, expected, ({}, MOMENTS), strict=True):
             self.assertEqual(sorted(found), sorted(wanted), may_be="empty")
-            wanted = {name: shard_of(value, found[name]) if is_sharded(found[name]) else value for name, value in wanted.items()}
-            self.assertEqual({name: local_of(value) for name, value in found.items()}, wanted, may_be="empty", **tolerance)
+            wanted = {
+                name: shard_of(value, found[name]) if is_sharded(found[name]) else value
+                for name, value in wanted.items()
+            }
+            self.assertEqual(
+                {name: local_of(value) for name, value in found.items()}, wanted, may_be="empty", **tolerance
+            )
 
     def _check_no_gradients(self, trained: Training) -> None:
         self.assertEqual({param.grad for param in trained.model.parameters()}, {None})

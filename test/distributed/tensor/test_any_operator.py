@@ -1,6 +1,6 @@
 """Operators that training uses, on DTensors: the same values and gradients as on plain tensors.
 
-``operators.py`` has the operators, their arguments, and the layouts of their tensors.
+``torch_fsdp_tests/fsdp/operators.py`` has the operators, their arguments, and the layouts of their tensors.
 """
 
 from __future__ import annotations
@@ -8,9 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,29 +21,32 @@ from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, run_tests
 from torch_fsdp_tests.common_utils.seed import seed_of_run
 from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorOpTestBase
+from torch_fsdp_tests.fsdp import operators
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
+from torch_fsdp_tests.fsdp.operators import KNOWN, ROWS, Case, Row, distributed, part_of
 from torch_fsdp_tests.fsdp.references import of_all_ranks
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from distributed.tensor import operators
-from distributed.tensor.operators import KNOWN, ROWS, Case, Row, distributed, part_of
 
 class OperatorMixin(DTensorOpTestBase):
     def _check_rows(self, mesh: DeviceMesh) -> None:
         """Check some cases of each row, or all if slow tests run. The failure names all cases that differ."""
         failed: list[str] = []
         rows = ROWS
-        if os.environ.get("KIND"): rows = {os.environ["KIND"]: ROWS[os.environ["KIND"]]}
+        if os.environ.get("KIND"):
+            rows = {os.environ["KIND"]: ROWS[os.environ["KIND"]]}
         for index, row in enumerate(itertools.chain(*rows.values()), seed_of_run()):
             accepted = 0
-            import time; T = time.process_time()
+            import time
+
+            T = time.process_time()
             for group in operators.cases(row, index, mesh, TEST_WITH_SLOW):
                 passed = [self._passes(row, index, case, mesh, failed) for case in group]
                 accepted += any(passed)
                 if accepted == operators.enough(row, mesh) and not TEST_WITH_SLOW:
                     break
-            if os.environ.get("TIMES") and self.rank == 0: print("TIME", round(time.process_time() - T, 3), row.name, flush=True)
+            if os.environ.get("TIMES") and self.rank == 0:
+                print("TIME", round(time.process_time() - T, 3), row.name, flush=True)
             if not accepted:
                 failed.append(f"{row.name}: DTensor accepts no case")
         if failed:
@@ -59,7 +60,8 @@ class OperatorMixin(DTensorOpTestBase):
             return True
         except Exception as error:
             if os.environ.get("DEV"):
-                failed.append(f"{describe(row, case, mesh)}: EXC {error!r}"[:500]); return True
+                failed.append(f"{describe(row, case, mesh)}: EXC {error!r}"[:500])
+                return True
             # Other ranks may be in a collective, so this rank cannot go on.
             raise self.failureException(f"{describe(row, case, mesh)} raises {error!r}") from error
 

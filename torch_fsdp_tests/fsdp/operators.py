@@ -1,8 +1,8 @@
 """The table of operators, and the ways to distribute their inputs.
 
 A row has a function and the words for its tensors. Each letter of a word is a dimension. ``+`` stands before positive
-numbers, ``=`` before numbers between 0 and 1 that need no gradient, ``?`` before booleans. ``b<a`` is a vector of indices
-below the size of ``b``.
+numbers, ``=`` before numbers between 0 and 1 that need no gradient, ``?`` before booleans. ``b<a`` is a vector of
+indices below the size of ``b``.
 """
 
 from __future__ import annotations
@@ -248,34 +248,96 @@ MATRICES = [
 LAYERS = [
     row("layer_norm", lambda x, w, b: F.layer_norm(x, w.shape, w, b), "abc", "c", "c"),
     row("layer_norm over two dimensions", lambda x, w: F.layer_norm(x, w.shape, w), "abc", "bc"),
-    row("layer_norm without weights", lambda x, dims: F.layer_norm(x, x.shape[-dims:]), "abc", args=({"dims": 1}, {"dims": 2})),
+    row(
+        "layer_norm without weights",
+        lambda x, dims: F.layer_norm(x, x.shape[-dims:]),
+        "abc",
+        args=({"dims": 1}, {"dims": 2}),
+    ),
     row("rms_norm", lambda x, w: F.rms_norm(x, w.shape, w), "abc", "c"),
-    row("group_norm", lambda x, w, b, groups: F.group_norm(x, groups, w, b), "a2b", "2", "2", has_gradient=False, args=({"groups": 1}, {"groups": 2})),
+    row(
+        "group_norm",
+        lambda x, w, b, groups: F.group_norm(x, groups, w, b),
+        "a2b",
+        "2",
+        "2",
+        has_gradient=False,
+        args=({"groups": 1}, {"groups": 2}),
+    ),
     row("batch_norm", lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True), "2ab", "a", "a"),
-    row("embedding", lambda i, w, **args: F.embedding(i, w, **args), "c<ab", "c2", args=({}, {"padding_idx": 1}), is_thorough=True),
+    row(
+        "embedding",
+        lambda i, w, **args: F.embedding(i, w, **args),
+        "c<ab",
+        "c2",
+        args=({}, {"padding_idx": 1}),
+        is_thorough=True,
+    ),
     row("embedding of a vector", F.embedding, "b<a", "bc", args=({}, {"padding_idx": 0})),
 ]
 
 LOSSES = [
     row("nll_loss", F.nll_loss, "ab", "b<a", args=REDUCTIONS, is_thorough=True, refuses=UNEVEN),
-    row("nll_loss with ignore_index", F.nll_loss, "ab", "b<a", refuses=UNEVEN, args=({"ignore_index": 0}, {"ignore_index": 0, "reduction": "sum"}, {"ignore_index": 1, "reduction": "none"})),
-    row("nll_loss with weights", lambda x, t, w, **args: F.nll_loss(x, t, w, **args), "ab", "b<a", "=b", args=REDUCTIONS, refuses=UNEVEN),
+    row(
+        "nll_loss with ignore_index",
+        F.nll_loss,
+        "ab",
+        "b<a",
+        refuses=UNEVEN,
+        args=({"ignore_index": 0}, {"ignore_index": 0, "reduction": "sum"}, {"ignore_index": 1, "reduction": "none"}),
+    ),
+    row(
+        "nll_loss with weights",
+        lambda x, t, w, **args: F.nll_loss(x, t, w, **args),
+        "ab",
+        "b<a",
+        "=b",
+        args=REDUCTIONS,
+        refuses=UNEVEN,
+    ),
     row("nll_loss of a cube", F.nll_loss, "abc", "b<ac", args=REDUCTIONS, refuses=UNEVEN),
     row("cross_entropy", F.cross_entropy, "ab", "b<a", refuses=UNEVEN, args=(*REDUCTIONS, {"ignore_index": 1})),
-    row("cross_entropy with smoothed labels", F.cross_entropy, "ab", "b<a", refuses=f"{UNEVEN}|{IN_PLACE}", args=({"label_smoothing": 0.1}, {"label_smoothing": 0.2, "reduction": "sum"})),
+    row(
+        "cross_entropy with smoothed labels",
+        F.cross_entropy,
+        "ab",
+        "b<a",
+        refuses=f"{UNEVEN}|{IN_PLACE}",
+        args=({"label_smoothing": 0.1}, {"label_smoothing": 0.2, "reduction": "sum"}),
+    ),
     row("mse_loss", F.mse_loss, "ab", "ab", args=NOT_MEAN),
     row("l1_loss", F.l1_loss, "ab", "ab", args=REDUCTIONS),
     row("smooth_l1_loss", F.smooth_l1_loss, "ab", "ab", args=NOT_MEAN),
     row("huber_loss", F.huber_loss, "ab", "ab", args=NOT_MEAN),
-    row("binary_cross_entropy", lambda x, y, **args: F.binary_cross_entropy(x.sigmoid(), y, **args), "ab", "=ab", args=NOT_MEAN),
+    row(
+        "binary_cross_entropy",
+        lambda x, y, **args: F.binary_cross_entropy(x.sigmoid(), y, **args),
+        "ab",
+        "=ab",
+        args=NOT_MEAN,
+    ),
     row("binary_cross_entropy_with_logits", F.binary_cross_entropy_with_logits, "ab", "ab", args=NOT_MEAN),
-    row("kl_div", F.kl_div, "ab", "=ab", args=({"reduction": "batchmean"}, {"reduction": "sum"}, {"reduction": "none"})),
+    row(
+        "kl_div", F.kl_div, "ab", "=ab", args=({"reduction": "batchmean"}, {"reduction": "sum"}, {"reduction": "none"})
+    ),
 ]
 
 VIEWS = [
-    row("view", lambda x, shape: x.view([x.size(i) if i >= 0 else -1 for i in shape]), "abc", args=({"shape": (0, -1)}, {"shape": (-1, 2)}), refuses=VIEW),
+    row(
+        "view",
+        lambda x, shape: x.view([x.size(i) if i >= 0 else -1 for i in shape]),
+        "abc",
+        args=({"shape": (0, -1)}, {"shape": (-1, 2)}),
+        refuses=VIEW,
+    ),
     row("view of a split dimension", lambda x: x.view(-1, 1, x.size(1)), "ab", refuses=VIEW),
-    row("view of another dtype", lambda x, dtype: x.view(dtype), "=ab", args=({"dtype": torch.int32}, {"dtype": torch.float32}), has_gradient=False),
+    row(
+        "view of another dtype",
+        lambda x, dtype: x.view(dtype),
+        "=ab",
+        args=({"dtype": torch.int32}, {"dtype": torch.float32}),
+        has_gradient=False,
+    ),
     row("reshape", lambda x: x.reshape(-1), "ab", refuses=VIEW),
     row("reshape of a transposed matrix", lambda x: x.t().reshape(-1), "ab", refuses=VIEW),
     row("flatten", torch.flatten, "abc", args=({"start_dim": 1}, {"end_dim": 1}), refuses=VIEW),
@@ -284,33 +346,79 @@ VIEWS = [
     row("transpose", torch.transpose, "abc", args=({"dim0": 0, "dim1": 2}, {"dim0": -1, "dim1": -2})),
     row("squeeze", torch.squeeze, "1ab", args=({"dim": 0}, {"dim": 1}), refuses=VIEW),
     row("unsqueeze", torch.unsqueeze, "ab", args=({"dim": 0}, {"dim": 1}, {"dim": -1})),
-    row("expand", lambda x, shape: x.expand(shape), "1b", args=({"shape": (3, -1)}, {"shape": (4, 2, -1)}), refuses=VIEW),
+    row(
+        "expand", lambda x, shape: x.expand(shape), "1b", args=({"shape": (3, -1)}, {"shape": (4, 2, -1)}), refuses=VIEW
+    ),
     row("repeat", lambda x, repeats: x.repeat(repeats), "ab", args=({"repeats": (1, 2)}, {"repeats": (3, 1)})),
-    row("select", torch.select, "abc", args=({"dim": 0, "index": 0}, {"dim": 1, "index": -1}, {"dim": -1, "index": 1}), is_thorough=True),
-    row("slice", lambda x, dim, part: x[(slice(None),) * dim + (part,)], "abc", args=({"dim": 0, "part": slice(0, 1)}, {"dim": 1, "part": slice(1, None)}, {"dim": 2, "part": slice(0, 9, 2)})),
-    row("split", lambda x, **args: torch.split(x, **args), "ab", args=({"split_size_or_sections": 2}, {"split_size_or_sections": 1, "dim": 1})),
+    row(
+        "select",
+        torch.select,
+        "abc",
+        args=({"dim": 0, "index": 0}, {"dim": 1, "index": -1}, {"dim": -1, "index": 1}),
+        is_thorough=True,
+    ),
+    row(
+        "slice",
+        lambda x, dim, part: x[(slice(None),) * dim + (part,)],
+        "abc",
+        args=({"dim": 0, "part": slice(0, 1)}, {"dim": 1, "part": slice(1, None)}, {"dim": 2, "part": slice(0, 9, 2)}),
+    ),
+    row(
+        "split",
+        lambda x, **args: torch.split(x, **args),
+        "ab",
+        args=({"split_size_or_sections": 2}, {"split_size_or_sections": 1, "dim": 1}),
+    ),
     row("chunk", torch.chunk, "ab", args=({"chunks": 2}, {"chunks": 3, "dim": 1})),
     row("unbind", torch.unbind, "2ab", args=({"dim": 0}, {"dim": 2}), refuses=VIEW),
     row("cat", lambda *each, dim: torch.cat(each, dim), "ab", "ab", args=({"dim": 0}, {"dim": 1})),
     row("cat of three", lambda *each, dim: torch.cat(each, dim), "ab", "cb", "1b", args=({"dim": 0}, {"dim": -2})),
-    row("stack", lambda *each, dim: torch.stack(each, dim), "ab", "ab", args=({"dim": 0}, {"dim": 1}, {"dim": -1}), is_thorough=True),
+    row(
+        "stack",
+        lambda *each, dim: torch.stack(each, dim),
+        "ab",
+        "ab",
+        args=({"dim": 0}, {"dim": 1}, {"dim": -1}),
+        is_thorough=True,
+    ),
     row("flip", torch.flip, "ab", args=({"dims": (0,)}, {"dims": (1,)})),
     row("roll", torch.roll, "ab", args=({"shifts": 1, "dims": 0}, {"shifts": 1, "dims": 1}, {"shifts": 2})),
 ]
 
 INDEXING = [
-    row("index_select", lambda x, i, dim: torch.index_select(x, dim, i), "bb", "b<c", args=({"dim": 0}, {"dim": 1}), is_thorough=True),
+    row(
+        "index_select",
+        lambda x, i, dim: torch.index_select(x, dim, i),
+        "bb",
+        "b<c",
+        args=({"dim": 0}, {"dim": 1}),
+        is_thorough=True,
+    ),
     row("index by a vector", lambda x, i: x[i], "ab", "a<c"),
     row("index by two vectors", lambda x, i, j: x[i, j], "abc", "a<b", "b<b"),
     row("index by vectors apart", lambda x, i, j: x[i, :, j], "abc", "a<2", "c<2"),
     row("index of the last dimension", lambda x, i: x[..., i], "ab", "b<c"),
     row("index by a matrix", lambda x, i: x[:, i], "abc", "b<2a"),
-    row("gather", lambda x, i, dim: torch.gather(x, dim, i), "bb", "b<bb", args=({"dim": 0}, {"dim": 1}), is_thorough=True),
+    row(
+        "gather",
+        lambda x, i, dim: torch.gather(x, dim, i),
+        "bb",
+        "b<bb",
+        args=({"dim": 0}, {"dim": 1}),
+        is_thorough=True,
+    ),
     row("gather of one column", lambda x, i, dim: torch.gather(x, dim, i), "ab", "b<a1", args=({"dim": 1},)),
     row("gather of fewer rows", lambda x, i, dim: torch.gather(x, dim, i), "cb", "b<2b", args=({"dim": 1},)),
     row("scatter", lambda x, i, y, dim: torch.scatter(x, dim, i, y), "bb", "b<2b", "2b", args=({"dim": 0},)),
     row("scatter of a number", lambda x, i: torch.scatter(x, 1, i, 3.0), "ab", "b<a1"),
-    row("scatter_add", lambda x, i, y, dim: torch.scatter_add(x, dim, i, y), "bb", "b<bb", "bb", args=({"dim": 0}, {"dim": 1})),
+    row(
+        "scatter_add",
+        lambda x, i, y, dim: torch.scatter_add(x, dim, i, y),
+        "bb",
+        "b<bb",
+        "bb",
+        args=({"dim": 0}, {"dim": 1}),
+    ),
     row("index_put", lambda x, i, y: torch.index_put(x, (i,), y), "ab", "a<1", "1b", has_gradient=False),
     row("index_fill", lambda x, i, dim: torch.index_fill(x, dim, i, 3.0), "bb", "b<2", args=({"dim": 0}, {"dim": 1})),
 ]
@@ -320,9 +428,27 @@ MAKING = [
     row("ones_like", torch.ones_like, "ab", has_gradient=False, args=({}, {"dtype": torch.int32})),
     row("full_like", torch.full_like, "ab", has_gradient=False, args=({"fill_value": 2.0}, {"fill_value": 3.0})),
     row("empty_like", lambda x: torch.empty_like(x).fill_(2.0), "ab", has_gradient=False),
-    row("new_zeros", lambda x, shape: x.new_zeros(shape or x.shape) + 1, "ab", has_gradient=False, args=({"shape": ()}, {"shape": (3, 2)})),
-    row("new_ones", lambda x, shape: x.new_ones(shape or x.shape), "ab", has_gradient=False, args=({"shape": ()}, {"shape": (3, 2)})),
-    row("new_full", lambda x, shape: x.new_full(shape or x.shape, 7), "ab", has_gradient=False, args=({"shape": ()}, {"shape": (4, 4)})),
+    row(
+        "new_zeros",
+        lambda x, shape: x.new_zeros(shape or x.shape) + 1,
+        "ab",
+        has_gradient=False,
+        args=({"shape": ()}, {"shape": (3, 2)}),
+    ),
+    row(
+        "new_ones",
+        lambda x, shape: x.new_ones(shape or x.shape),
+        "ab",
+        has_gradient=False,
+        args=({"shape": ()}, {"shape": (3, 2)}),
+    ),
+    row(
+        "new_full",
+        lambda x, shape: x.new_full(shape or x.shape, 7),
+        "ab",
+        has_gradient=False,
+        args=({"shape": ()}, {"shape": (4, 4)}),
+    ),
     row("new_empty", lambda x: x.new_empty(x.shape).fill_(3), "ab", has_gradient=False),
     row("equal", lambda x, y: (torch.equal(x, y), torch.equal(x, x.clone())), "ab", "ab", has_gradient=False),
     row("item", lambda x: x.item(), "=", has_gradient=False),
@@ -353,14 +479,23 @@ LISTS = [
     _listed("_foreach_mul_", 2, [2.0, 3.0]),
     _listed("_foreach_mul_", 3),
     _listed("_foreach_neg", 2),
-    *(_listed("_foreach_norm", 2, order, hangs_if_empty=math.isinf(order)) for order in (2.0, 1.0, math.inf, -math.inf, 0.0)),
+    *(
+        _listed("_foreach_norm", 2, order, hangs_if_empty=math.isinf(order))
+        for order in (2.0, 1.0, math.inf, -math.inf, 0.0)
+    ),
     _listed("_foreach_reciprocal_", 2),
     _listed("_foreach_rsqrt_", 2),
     _listed("_foreach_sign_", 2),
     _listed("_foreach_sqrt", 2),
     _listed("_foreach_sqrt_", 2),
     _listed("_foreach_sub", 4),
-    row("norm of norms", lambda x, y: torch.linalg.vector_norm(torch.stack(torch._foreach_norm([x, y]))), "ab", "c", has_gradient=False),
+    row(
+        "norm of norms",
+        lambda x, y: torch.linalg.vector_norm(torch.stack(torch._foreach_norm([x, y]))),
+        "ab",
+        "c",
+        has_gradient=False,
+    ),
 ]
 
 ROWS: Mapping[str, Sequence[Row]] = {
@@ -416,12 +551,13 @@ def distributed(whole: torch.Tensor, mesh: DeviceMesh, layout: Layout) -> DTenso
         if placement.is_partial():
             index, size = mesh.get_local_rank(dim), mesh.size(dim)
             share = 2 * (index + 1) / (size * (size + 1))
-            local = {
-                "sum": lambda local=local, share=share: local * share,
-                "avg": lambda local=local, share=share, size=size: local * (share * size),
-                "max": lambda local=local, back=size - 1 - index: local - 0.25 * back,
-                "min": lambda local=local, index=index: local + 0.25 * index,
-            }[placement.reduce_op]()
+            factor, offset = {
+                "sum": (share, 0.0),
+                "avg": (share * size, 0.0),
+                "max": (1.0, -0.25 * (size - 1 - index)),
+                "min": (1.0, 0.25 * index),
+            }[placement.reduce_op]
+            local = local * factor + offset
     return DTensor.from_local(local, mesh, layout, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
@@ -456,7 +592,9 @@ def cases(row: Row, index: int, mesh: DeviceMesh, all_of_them: bool) -> Iterator
     choices = [_layouts(word, mesh.ndim, reduce_op) for word in row.inputs]
     most = max(map(len, choices), default=1)
     # Each layout of each tensor, once with similar layouts of the others and once with different ones.
-    shifts = [[(i + shift * at) % len(each) for at, each in enumerate(choices)] for shift in (0, 1) for i in range(most)]
+    shifts = [
+        [(i + shift * at) % len(each) for at, each in enumerate(choices)] for shift in (0, 1) for i in range(most)
+    ]
     every = list(dict.fromkeys(tuple(each[i] for each, i in zip(choices, chosen)) for chosen in shifts))
     kinds = ["uneven", "even", "small"]
     for number in range(len(every)):
