@@ -61,7 +61,8 @@ def is_valid(
         (
             per_rank == 2 if schedule in V_SHAPED else schedule in LOOPED or per_rank == 1,
             not (wrap == "FSDP2 that reshards" and schedule in SPLIT_BACKWARD),
-            not (between == "eval" and schedule in V_SHAPED),  # it asks for the gradients of activations
+            # In eval, a stage that passes activations to one on the same rank still asks for their gradients.
+            not (between == "eval" and (has_neighbors or schedule in V_SHAPED)),
             wrap != "replicate" or torch_facts.REPLICATES_WITHOUT_SHARDS,
             not has_neighbors or torch_facts.PIPELINES_SEND_NOTHING_TO_THEMSELVES,
             between != "eval" or torch_facts.PIPELINES_TRAIN_AFTER_EVAL,

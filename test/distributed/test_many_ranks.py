@@ -208,7 +208,7 @@ class TestManyRanks(MultiProcessTestCase):
         """All ranks of a group call the same collectives of this group, in the same order."""
         numbers = {rank: len(of_rank) for rank, of_rank in calls.items()}
         self.assertEqual(len(set(numbers.values())), 1, f"the ranks call different numbers of collectives: {numbers}")
-        self.assertGreater(min(numbers.values()), 3)
+        self.assertGreater(min(numbers.values()), 1)
         for group in {call.ranks for of_rank in calls.values() for call in of_rank}:
             own = {rank: [call for call in calls[rank] if call.ranks == group] for rank in calls if rank in group}
             first, *others = own

@@ -74,9 +74,9 @@ def subtests(
     """Run a test method for every combination of its parameters' values that is ``valid``, each as a subtest.
 
     If ``pairwise``, it is run only for the combinations that :func:`pairwise_cases` selects ``among`` some or all.
-    Subtests share their ranks, as with ``run_subtests``. If values are known only inside a rank, pass a function without
-    arguments that returns them. Use it as the innermost decorator. Other parameters of the method, such as ``device``,
-    are passed on.
+    Subtests share their ranks, as with ``run_subtests``. If values are known only inside a rank, pass a function
+    without arguments that returns them. Use it as the innermost decorator. Other parameters of the method, such as
+    ``device``, are passed on.
     """
 
     def cases() -> list[dict[str, Any]]:

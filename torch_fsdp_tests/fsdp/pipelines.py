@@ -109,7 +109,8 @@ class Pipeline:
 
     ``wrap`` parallelizes a copy of each stage and returns it. ``boundary_dtype`` is the dtype of all inputs and outputs
     of stages except the pipeline's input. With None the stages infer dtypes and shapes. ``per_rank`` is the number of
-    stages of a rank in one of the ``LOOPED`` schedules. Other arguments go to the schedule. The test is skipped if the installed PyTorch cannot run the schedule with any backend.
+    stages of a rank in one of the ``LOOPED`` schedules. Other arguments go to the schedule. The test is skipped if the
+    installed PyTorch cannot run the schedule with any backend.
     """
 
     def __init__(

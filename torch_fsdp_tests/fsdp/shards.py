@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -55,8 +54,7 @@ def _follows_others(dim: int, mesh: DeviceMesh, placements: Sequence[Placement])
 
     Otherwise a strided placement shards each of several groups of rows.
     """
-    placement: Any = placements[dim]
-    if not isinstance(placement, internals.strided_shard()):
-        return False
-    plain = [each for each in range(dim + 1, mesh.ndim) if getattr(placements[each], "dim", None) == placement.dim]
-    return bool(plain) and math.prod(map(mesh.size, plain)) == placement.split_factor
+    cut, parts = (getattr(placements[dim], name, None) for name in ("dim", "split_factor"))
+    plain = [each for each in range(dim + 1, mesh.ndim) if getattr(placements[each], "dim", None) == cut]
+    is_strided = isinstance(placements[dim], internals.strided_shard())
+    return is_strided and bool(plain) and math.prod(map(mesh.size, plain)) == parts

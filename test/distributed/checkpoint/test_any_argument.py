@@ -56,7 +56,7 @@ def state_of(factor: int) -> State:
     }
 
 
-FLAT = ["model.weight", "model.count", "columns", "list.0", "list.1", "plain list"] + list(state_of(1))[4:]
+FLAT = ["model.weight", "model.count", "columns", "list.0", "list.1", "plain list", *list(state_of(1))[4:]]
 
 
 def keys_in(path: Path) -> list[str]:
