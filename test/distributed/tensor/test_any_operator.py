@@ -5,22 +5,32 @@
 
 from __future__ import annotations
 
-import itertools
+import inspect
 import os
 import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torch_fsdp_tests import settings
 from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
-from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, run_tests
+from torch_fsdp_tests.common_utils import (
+    TEST_WITH_SLOW,
+    TestCase,
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
 from torch_fsdp_tests.common_utils.seed import seed_of_run
-from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorOpTestBase
+from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorOpTestBase, DTensorTestBase, with_comms
 from torch_fsdp_tests.fsdp import operators
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
@@ -28,26 +38,19 @@ from torch_fsdp_tests.fsdp.operators import KNOWN, ROWS, Case, Row, distributed,
 from torch_fsdp_tests.fsdp.references import of_all_ranks
 
 
-class OperatorMixin(DTensorOpTestBase):
-    def _check_rows(self, mesh: DeviceMesh) -> None:
+class OperatorMixin(TestCase):
+    def _check_rows(self, kind: str, mesh: DeviceMesh) -> None:
         """Check some cases of each row, or all if slow tests run. The failure names all cases that differ."""
         failed: list[str] = []
-        rows = ROWS
-        if os.environ.get("KIND"):
-            rows = {os.environ["KIND"]: ROWS[os.environ["KIND"]]}
-        for index, row in enumerate(itertools.chain(*rows.values()), seed_of_run()):
+        for index, row in enumerate(ROWS[kind], seed_of_run()):
+            wanted = operators.enough(kind, row, index, mesh)
             accepted = 0
-            import time
-
-            T = time.process_time()
             for group in operators.cases(row, index, mesh, TEST_WITH_SLOW):
+                if accepted == wanted and not TEST_WITH_SLOW:
+                    break
                 passed = [self._passes(row, index, case, mesh, failed) for case in group]
                 accepted += any(passed)
-                if accepted == operators.enough(row, mesh) and not TEST_WITH_SLOW:
-                    break
-            if os.environ.get("TIMES") and self.rank == 0:
-                print("TIME", round(time.process_time() - T, 3), row.name, flush=True)
-            if not accepted:
+            if wanted and not accepted:
                 failed.append(f"{row.name}: DTensor accepts no case")
         if failed:
             raise self.failureException("\n".join([f"{len(failed)} cases differ from those of plain tensors", *failed]))
@@ -59,9 +62,6 @@ class OperatorMixin(DTensorOpTestBase):
             failed.append(f"{describe(row, case, mesh)}: {error}")
             return True
         except Exception as error:
-            if os.environ.get("DEV"):
-                failed.append(f"{describe(row, case, mesh)}: EXC {error!r}"[:500])
-                return True
             # Other ranks may be in a collective, so this rank cannot go on.
             raise self.failureException(f"{describe(row, case, mesh)} raises {error!r}") from error
 
@@ -138,12 +138,13 @@ def describe(row: Row, case: Case, mesh: DeviceMesh) -> str:
     return f"{row.name}({', '.join(tensors)}; {args}) on mesh {tuple(mesh.shape)}"
 
 
-class TestOperators(OperatorMixin):
+class TestOperators(OperatorMixin, DTensorOpTestBase):
     world_size = 2
 
     @skip_if_lt_x_gpu(2)
-    def test_on_one_dimension(self):
-        self._check_rows(make_mesh(2))
+    @parametrize("kind", list(ROWS))
+    def test_on_one_dimension(self, kind):
+        self._check_rows(kind, make_mesh(2))
 
     @skip_if_lt_x_gpu(2)
     @subtests(known=KNOWN)
@@ -159,13 +160,130 @@ class TestOperators(OperatorMixin):
             self.assertTrue(any(of_all_ranks(differs)), f"no longer differs: {known.why}; move it to the rows")
 
 
-class TestOperatorsOnPlanes(OperatorMixin):
+class TestOperatorsOnPlanes(OperatorMixin, DTensorOpTestBase):
     world_size = 4
 
     @skip_if_lt_x_gpu(4)
-    def test_on_two_dimensions(self):
-        self._check_rows(make_mesh(2, 2))
+    @parametrize("kind", list(ROWS))
+    def test_on_two_dimensions(self, kind):
+        self._check_rows(kind, make_mesh(2, 2))
 
+
+# The layouts of the logits and of the targets. One mesh dimension shards the classes.
+CLASSES, NOWHERE = Shard(1), Replicate()
+LOGITS = {
+    "classes": ((CLASSES,), (NOWHERE,)),
+    "rows, classes": ((Shard(0), CLASSES), (Shard(0), NOWHERE)),
+    "classes, rows": ((CLASSES, Shard(0)), (NOWHERE, Shard(0))),
+    "replicas, classes": ((NOWHERE, CLASSES), (NOWHERE, NOWHERE)),
+    "columns, classes": ((Shard(2), CLASSES), (Shard(1), NOWHERE)),
+}
+
+
+def is_loss_parallel(layout: str, sizes: str, is_cube: bool, reduction: str, ignore_index: int, **others: Any) -> bool:
+    """Whether torch documents that it has the loss, and whether there is one: the mean of no values is not a number."""
+    has_columns = is_cube or layout != "columns, classes"
+    return has_columns and (reduction != "mean" or (layout == "classes" and (sizes, ignore_index) != ("small", 0)))
+
+
+class TestLossParallel(OperatorMixin, DTensorTestBase):
+    """In processes, because ``loss_parallel`` is global."""
+
+    world_size = 4
+
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    @subtests(
+        pairwise=True,
+        valid=is_loss_parallel,
+        layout=list(LOGITS),
+        sizes=list(operators.SIZES),
+        is_cube=[False, True],
+        reduction=["mean", "sum", "none"],
+        ignore_index=[-100, 0],
+        weighted=[False, True],
+    )
+    def test_cross_entropy(self, layout, sizes, is_cube, reduction, ignore_index, weighted):
+        def loss(x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            chosen = weight if weighted else None
+            return F.cross_entropy(x, target, chosen, reduction=reduction, ignore_index=ignore_index)
+
+        logits, target = LOGITS[layout]
+        whole = make_mesh(2, 2, names=("outer", "inner"))  # with four parts, some ranks had no class, which raises
+        mesh = whole if len(logits) == 2 else whole["inner"]
+        case = Case({}, sizes, (logits, target, (NOWHERE,) * mesh.ndim))
+        words = ("abc", "b<ac", "=b") if is_cube else ("ab", "b<a", "=b")
+        with loss_parallel():
+            self._check_case(operators.row("cross_entropy", loss, *words), 3, case, mesh)
+
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    def test_exception_inside(self):
+        """Torch stays in ``loss_parallel`` after an exception. The next context ends both."""
+        mesh = make_mesh(4)
+        case = Case({}, "even", ((NOWHERE,), (NOWHERE,)))
+        replicated = operators.row("cross_entropy", F.cross_entropy, "ab", "b<a")
+        with self.assertRaisesRegex(ValueError, "loss_parallel"), loss_parallel():
+            self._check_case(replicated, 0, case, mesh)
+        with loss_parallel():
+            pass
+        self._check_case(replicated, 0, case, mesh)
+
+
+class CalledOperators(TorchDispatchMode):
+    """Collects the names of the operators that are called inside of the context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+# These make random or other new tensors, only change how a tensor is seen, or have no rule in DTensor.
+NOT_COMPARED = re.compile(
+    "detach|alias|_to_copy|empty|bernoulli|rand|is_.*|lift_fresh|_local_scalar_dense|complex|real"
+)
+
+
+class TestTable(TestCase):
+    def test_has_what_optimizers_call(self):
+        """The table calls each operator that an optimizer calls, in a loop or for all parameters at once."""
+        in_table = CalledOperators()
+        with in_table:
+            for each in (each for kind in ROWS.values() for each in kind):
+                tensors = [operators.filled(word, "even", seed=at) for at, word in enumerate(each.inputs)]
+                each.call(*tensors, **each.args[0])
+        called = CalledOperators()
+        with called:
+            for kind in optimizers_of_torch():
+                for foreach in (False, True):
+                    train(kind, foreach)
+        missing = {name for name in called.names - in_table.names if not NOT_COMPARED.fullmatch(name)}
+        self.assertEqual(sorted(missing), [], may_be="empty")
+
+
+def optimizers_of_torch() -> list[Any]:
+    """The optimizers that take ``foreach``."""
+    kinds = [each for each in vars(torch.optim).values() if isinstance(each, type)]
+    return [kind for kind in kinds if "foreach" in inspect.signature(kind).parameters]
+
+
+def train(kind: Any, foreach: bool) -> None:
+    """Two steps on a small model, with clipped gradients."""
+    model = nn.Linear(2, 3)
+    optim = kind(model.parameters(), foreach=foreach)
+    for _ in range(2):
+        model(torch.ones(1, 2)).square().sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach)
+        optim.step()
+        optim.zero_grad()
+
+
+instantiate_parametrized_tests(TestOperators)
+instantiate_parametrized_tests(TestOperatorsOnPlanes)
 
 if __name__ == "__main__":
     run_tests()
