@@ -129,8 +129,10 @@ def of_test(test: Any, device: Device, most: int | None = None) -> int:
 def too_few(test: unittest.TestCase, world_size: int, device: Device) -> str | None:
     """Why so many ranks are too few, or None: the class has one for each device, and the test needs more devices.
 
-    Only a world size that is computed can count devices.
+    Only a world size that is computed can count devices. One below zero is no number of ranks, so it is a mistake.
     """
+    if world_size < 0:
+        return None
     is_counted = not isinstance(inspect.getattr_static(test, "world_size"), int)
     least = max(declared(test), int(is_counted))
     if world_size >= least or (not device.is_cpu and device.count >= least):

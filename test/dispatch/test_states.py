@@ -179,6 +179,7 @@ FILES = {
     "test_class_skips": FIXTURE.format("unittest.SkipTest('class needs more')"),
     "test_module": "def setUpModule(): raise OSError('module')\n" + PASS,
     "test_module_skips": "def setUpModule(): raise unittest.SkipTest('not in this module')\n" + PASS,
+    "test_class_clean_up": FIXTURE.format("").replace("raise", "cls.addClassCleanup(cls.skipTest, cls, 'late')"),
     "test_down": "def tearDownModule(): raise OSError('down')\n" + PASS,
     "test_import": "import no_such_module\n",
     "test_import_skips": "raise unittest.SkipTest('no such thing')\n" + PASS,
@@ -207,6 +208,8 @@ test_children::TestX.test_2: passed
 test_class::TestX.setUpClass: error, class, fixture: OSError: up
 test_class::TestX.test_1: not run: not run: the set-up of TestX failed
 test_class::TestX.test_2: not run: not run: the set-up of TestX failed
+test_class_clean_up::TestX.test_1: passed
+test_class_clean_up::TestX.test_2: passed
 test_class_skips::TestX.test_1: skipped: class needs more
 test_class_skips::TestX.test_2: skipped: class needs more
 test_down::TestP.test_p: passed
@@ -346,7 +349,7 @@ class TestStatesOfProcesses(StatesCase):
         tests = self.run_and_report(env={"VERBOSE_TEST_LOGS": "1"})
         states = sorted(f"{file}::{name}: {self.summary(test)}" for (file, name), test in tests.items())
         self.assertEqual("\n".join(states), STATES_OF_FILES.strip())
-        self.assertEqual((self.code, CLOSING.findall(self.out)), (1, [("12", "31", "7")]))
+        self.assertEqual((self.code, CLOSING.findall(self.out)), (1, [("14", "31", "7")]))
         self.check_console()
         self.check_subtests({test: result for (file, test), result in tests.items() if file == "test_subtests"})
         (error,) = self.cases["test_import", "(the file itself)"]

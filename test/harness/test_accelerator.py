@@ -402,8 +402,9 @@ class TestRequirements(TestCase):
         with under_test(HOST):
             self.assertEqual(self.set_up(cls), "needs 1 or more ranks, but the world size of T is 0 here")
         wrong = type("T", (Processes,), {"world_size": 0, "test_x": lambda self: None})
-        for device, each in ((CLUSTER, cls), (HOST, wrong)):
-            with under_test(device), self.assertRaisesRegex(RanksErred, "T has a world size of 0"):
+        negative = type("T", (Processes,), {"world_size": -1, "test_x": skip_if_lt_x_gpu(2)(lambda self: None)})
+        for device, each, size in ((CLUSTER, cls, 0), (HOST, wrong, 0), (HOST, negative, -1)):
+            with under_test(device), self.assertRaisesRegex(RanksErred, f"T has a world size of {size}"):
                 self.set_up(each)
 
     def set_up(self, cls: Any) -> str:

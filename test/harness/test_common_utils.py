@@ -154,6 +154,7 @@ class EqualityTest(TestCase):
             ("zero", torch.tensor([0, 0]), torch.tensor([0, 0])),
             ("zero", torch.tensor([False]), torch.tensor([False])),
             ("zero", torch.zeros(2).to_sparse(), torch.zeros(2).to_sparse()),
+            ("meta", one.to("meta"), one.to("meta")),
             ("small", torch.tensor([1e-6]), torch.tensor([0.0])),
             ("small", [one, torch.tensor([1e-6])], [one + 0, torch.tensor([2e-6])]),
             ("nonfinite", torch.tensor([1.0, inf]), torch.tensor([1.0, inf])),
@@ -181,13 +182,29 @@ class EqualityTest(TestCase):
                 (torch.tensor(0.0), 0.0),
                 (module, module),
                 ([0, None, ""], [0, None, ""]),
-                (one.to("meta"), one.to("meta")),
                 (torch.ones(2, dtype=torch.float8_e4m3fn), torch.ones(2, dtype=torch.float8_e4m3fn)),
             ]:
                 self.assertEqual(x, y)
 
+    def test_a_list_is_not_cast_to_a_dtype_that_lacks_its_values(self):
+        whole, truths = torch.tensor([1, 2]), torch.tensor([True, False])
+        for tensor, values in [(whole, [1.5, 2.5]), (truths, [2, 0]), (torch.ones(1), [1 + 2j])]:
+            self.assertIn("cannot have the values", self.failure(tensor, values))
+            self.assertIn("cannot have the values", self.failure(values, tensor))
+        for tensor, values in [
+            (whole, [1.0, 2.0]),
+            (truths, [1, 0]),
+            (torch.tensor([0.1], dtype=torch.float64), [0.1]),
+        ]:
+            self.assertEqual(tensor, values)
+
+    def test_a_tensor_without_values_equals_none_with_values(self):
+        self.assertIn("only one of the tensors has values", self.failure(torch.ones(2), torch.ones(2, device="meta")))
+
     def test_words_that_name_no_kind_are_refused(self):
-        with self.assertRaisesRegex(ValueError, "may_be has vacuous, and can only have same, empty, zero, small, nonf"):
+        with self.assertRaisesRegex(
+            ValueError, "may_be has vacuous, and can only have same, empty, zero, meta, small, nonf"
+        ):
             self.assertEqual(1, 1, may_be=("same", "vacuous"))
 
     def test_only_tests_of_fsdp_are_judged(self):

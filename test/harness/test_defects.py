@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from runs import ROOT, outputs, run_beside
-from sources import TESTS_OF_FSDP, trees
+from sources import TESTS, TESTS_OF_FSDP, trees
 
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, TestCase, run_tests
 from torch_fsdp_tests.defects import fixes, registry
@@ -43,8 +43,8 @@ Program = Callable[..., tuple[Any, Any]]
 
 
 def named_in_tests() -> set[str]:
-    """The ids of the defects that tests of FSDP show, as a whole or in a block."""
-    files = trees(TESTS_OF_FSDP, with_words="torch_defect|known_defects")
+    """The ids of the defects that tests of FSDP show, as a whole or in a block. Some show only in an extension."""
+    files = trees(TESTS_OF_FSDP, TESTS / "extensions", with_words="torch_defect|known_defects")
     nodes = [node for _, tree in files for node in ast.walk(tree)]
     calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch_defect"]
     of_models = [

@@ -29,6 +29,8 @@ from torch_fsdp_tests.installed_torch import sources, torch_facts
 TRACEBACKS = {path.stem: path.read_text() for path in sorted((INPUTS / "tracebacks").glob("*.txt"))}
 # Words of users, each with the id of the defect that fits best, or null. "cites" has public threads with such words.
 QUERIES = json.loads((INPUTS / "find_queries.json").read_text())
+# The files of torch with what the defects quote as documented.
+DOCUMENTED = ("_tensor*.py", "amp/*.py", "distributed/**/*.py", "nn/modules/*.py", "nn/utils/*.py")
 SHOWN = "fsdp2_group_is_gathered_for_one_output"
 
 
@@ -49,6 +51,11 @@ def without_torch(*argv: str) -> subprocess.CompletedProcess[str]:
 
 def ids(defects: list[registry.Defect]) -> list[str]:
     return [defect.id for defect in defects]
+
+
+def letters(text: str) -> str:
+    """What the words of a docstring, or of a message in pieces, have in common with a quotation of them."""
+    return re.sub(r'"\s*\n\s*f?"|:\w+:`|[\W_]', "", text).lower()
 
 
 class TestWithoutTorch(TestCase):
@@ -120,6 +127,18 @@ class TestAnswers(TestCase):
                 defect = registry.defect(id)
                 self.assertEqual(bool(defect.message), bool(defect.error))
                 self.assertIn(f"    ends in: {defect.message}" if defect.error else id, self.answer(id))
+
+    def test_quotations_are_in_torch(self):
+        """A quotation of an older text, or one with other words, could make a documented behavior a defect."""
+        quoted = {each.id: re.findall(r"(?<!\w)'(.+?)'(?=[ .,;)]|$)", each.documented) for each in registry.defects()}
+        root, version = sources.installed()
+        if not version.startswith("2.13."):
+            self.skipTest("quotations are those of torch 2.13")
+        files = (path for part in DOCUMENTED for path in (root / "torch").glob(part))
+        written = letters(" ".join(path.read_text(encoding="utf-8", errors="replace") for path in files))
+        self.assertGreater(sum(map(len, quoted.values())), 50)
+        pieces = [(id, piece) for id, all in quoted.items() for each in all for piece in each.split(" ... ")]
+        self.assertEqual([(id, piece) for id, piece in pieces if letters(piece) not in written], [])
 
     def answer(self, id: str) -> str:
         return texts.answer(registry.defect(id), "2.13.0")

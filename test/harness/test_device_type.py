@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import types
 import unittest
 import unittest.mock
 from typing import Any
@@ -11,12 +13,13 @@ import torch
 from samples import run, tests_of, under_test
 
 from torch_fsdp_tests import common_cuda, common_utils, inductor_utils
-from torch_fsdp_tests.common_device_type import OpDTypes, instantiate_device_type_tests, ops
+from torch_fsdp_tests.common_device_type import OpDTypes, deviceCountAtLeast, instantiate_device_type_tests, ops
 from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests, subtest
 from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.device.accelerator import Accelerator
 
 FOO = Accelerator("foo", "gloo", 2, 2, frozenset({"device_index"}))
+CPU = Accelerator("cpu", "gloo", 0, 2, frozenset())
 
 
 class Recording(unittest.TestCase):
@@ -41,6 +44,41 @@ def run_on(cls: type[unittest.TestCase], device: Accelerator) -> unittest.TestRe
 
 class DeviceTypeTest(TestCase):
     """Without it, a generated test could get another rank's device, or be skipped without a reason."""
+
+    def test_parameters_and_dtypes_together(self):
+        def test_y(self, device, dtype, a):
+            self.calls.append((a, dtype))
+
+        vars(test_y)["dtypes"] = {"all": (torch.float16, torch.float32)}  # as upstream's decorator does
+        cls = made_for(CPU, {"test_y": parametrize("a", [1])(test_y)})["TestXCPU"]
+        self.assertEqual(tests_of(cls), ["test_y_a_1_cpu_float16", "test_y_a_1_cpu_float32"])
+        self.assertTrue(run_on(cls, CPU).wasSuccessful())
+        self.assertEqual(cls.calls, [(1, torch.float16), (1, torch.float32)])
+
+    def test_a_name_of_a_loop_keeps_no_test(self):
+        case = type("TestX", (Recording,), {"test_y": lambda self, device: None, "__module__": __name__})
+        scope = {"TestX": case, "each": case}
+        with under_test(FOO):
+            instantiate_device_type_tests(case, scope)
+        self.assertEqual((tests_of(scope["each"]), tests_of(scope["TestXFOO"])), ([], ["test_y_foo"]))
+
+    def test_what_a_backend_excludes_is_skipped(self):
+        base = type("Base", (), {"device_type": "foo", "test_exclusions": {"TestX": ["test_a"]}})
+        upstreams = types.SimpleNamespace(FOOTestBase=base)
+        body = dict.fromkeys(("test_a", "test_b"), lambda self, device: None)
+        with unittest.mock.patch.dict(sys.modules, {"torch.testing._internal.common_device_type": upstreams}):
+            cls = made_for(FOO, body)["TestXFOO"]
+        skipped = [(test._testMethodName, reason) for test, reason in run_on(cls, FOO).skipped]
+        self.assertEqual(skipped, [("test_a_foo", "the test configuration of foo excludes it")])
+
+    def test_several_devices_in_one_process(self):
+        def test_y(self, devices):
+            self.calls.append(devices)
+
+        body = {"test_one": deviceCountAtLeast(1)(test_y), "test_two": deviceCountAtLeast(2)(test_y)}
+        cls = made_for(CPU, body)["TestXCPU"]
+        reasons = [reason for _, reason in run_on(cls, CPU).skipped]
+        self.assertEqual((cls.calls, reasons), ([["cpu"]], ["needs 2 devices in one process, which has one here"]))
 
     def test_names_and_device_of_each_rank(self):
         def test_y(self, device, a):

@@ -14,7 +14,7 @@ from torch_fsdp_tests.common_utils import TestCase, instantiate_parametrized_tes
 from torch_fsdp_tests.processes import messages
 from torch_fsdp_tests.processes.messages import Connection, MessageError
 from torch_fsdp_tests.ranks import protocol
-from torch_fsdp_tests.verdict import Phase, RankResult, State
+from torch_fsdp_tests.verdict import Phase, RankResult, State, Subtest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,9 @@ class TestMessages(TestCase):
         [
             Outer(INNER, {"a": INNER}, None, 1.5, frozenset("ab"), Path("a b"), (Path("x"),) * 2, {"a": [1, None]}),
             Plain("line\nof \udcff and \u2603"),
-            RankResult.report(3, State.FAILED, phase=Phase.BODY, text="text", seconds=0.5, skipped_subtests=("why",)),
+            RankResult.report(
+                3, State.FAILED, phase=Phase.BODY, text="text", seconds=0.5, subtests=(Subtest("(a=1)", "why"),)
+            ),
             protocol.Started(1, (0, 1), "here", (None, 17), 0.25),
             protocol.Continue(),
         ],

@@ -114,18 +114,18 @@ class SubtestsTest(TestCase):
         calls = []
         outcome = self.in_rank(lambda *given, **chosen: calls.append((given, chosen)))
         self.assertEqual(calls, [(("first",), {"d": 6, "a": a, "b": b}) for a in (1, 2) for b in (3, 4, 5)])
-        self.assertEqual((outcome.state, outcome.subtests), (State.PASSED, 6))
+        self.assertEqual((outcome.state, outcome.ran_subtests), (State.PASSED, 6))
 
     def test_first_failure_ends_the_test_and_is_named(self):
         body = mock.Mock(side_effect=[None, AssertionError("no")])
         outcome = self.in_rank(body)
-        self.assertEqual((outcome.state, outcome.subtests, body.call_count), (State.FAILED, 1, 2))
+        self.assertEqual((outcome.state, outcome.ran_subtests, body.call_count), (State.FAILED, 1, 2))
         self.assertTrue(outcome.text.startswith("in the subtest (a=1, b=4)\n"), outcome.text)
 
     def test_skips_end_only_their_subtest_and_are_counted(self):
         skip = unittest.SkipTest("why")
         some = self.in_rank(mock.Mock(side_effect=[None, skip, None, None, skip, None]))
-        self.assertEqual((some.state, some.subtests, some.skipped_subtests), (State.PASSED, 4, ("why", "why")))
+        self.assertEqual((some.state, some.ran_subtests, some.skipped_subtests), (State.PASSED, 4, ["why", "why"]))
         self.assertIs(self.in_rank(mock.Mock(side_effect=skip)).state, State.SKIPPED)
 
     def test_parameter_without_values_is_an_error(self):

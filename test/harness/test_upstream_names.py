@@ -1,6 +1,7 @@
 """Names that this project does not define come from the installed torch, and those about ranks never do."""
 
 import importlib
+import operator
 import os
 import subprocess
 import sys
@@ -8,11 +9,13 @@ import tempfile
 import types
 import unittest
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
 import torch._dynamo.test_case
 import torch.distributed as dist
+from samples import run
 
 from torch_fsdp_tests import common_cuda, common_distributed, common_fsdp, settings
 from torch_fsdp_tests.common_device_type import (
@@ -31,6 +34,8 @@ from torch_fsdp_tests.common_fsdp import FSDPTest
 from torch_fsdp_tests.common_utils import TestCase, parametrize, run_tests
 from torch_fsdp_tests.common_utils.parametrization import instantiate_parametrized_tests
 from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.distributed._tensor import common_dtensor
+from torch_fsdp_tests.distributed._tensor.common_dtensor import local_tensors
 from torch_fsdp_tests.installed_torch import upstream_names
 from torch_fsdp_tests.installed_torch.upstream_tables import BORROWED, INSTEAD
 from torch_fsdp_tests.ranks import RanksErred, RanksFailed
@@ -76,11 +81,14 @@ class TestBorrowed(TestCase):
     def test_names_about_ranks_are_refused(self):
         for place, names in INSTEAD.items():
             for name, instead in names.items():
+                value: Any = imported(f"from torch_fsdp_tests.{place} import {name}")
                 with self.assertRaises(ImportError) as raised:
-                    imported(f"from torch_fsdp_tests.{place} import {name}")
+                    value()
                 self.assertEqual(str(raised.exception), f"torch_fsdp_tests has no {place}.{name}: {instead}")
-        with self.assertRaisesRegex(ImportError, "starts ranks with upstream's harness.*derive from a test case"):
-            upstream_names.lookup("torch_fsdp_tests.common_distributed", "DistributedTestBase")
+        refused = upstream_names.lookup("torch_fsdp_tests.common_distributed", "DistributedTestBase")
+        for use in (lambda: types.new_class("Case", (refused,)), lambda: refused.anything, refused):
+            with self.assertRaisesRegex(ImportError, "starts ranks with upstream's harness.*derive from a test case"):
+                use()
 
     def test_a_name_that_neither_has(self):
         for missing in ("nothing", "common_cuda.nothing", "common_distributed.nothing", "common_dtype.nothing"):
@@ -102,6 +110,43 @@ class TestBorrowed(TestCase):
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
         self.assertEqual((done.stdout, done.returncode), ("[] False\n", 0), done.stderr)
+
+    def test_backends_of_a_borrowed_module_stay_and_ours_too(self):
+        code = (
+            "import torch.distributed as dist, torch_fsdp_tests.distributed.fake_pg\n"
+            "ours = dist.Backend._plugins['FAKE']\n"
+            "from torch_fsdp_tests.distributed.distributed_utils import with_dist\n"
+            "with with_dist(rank=2, world_size=4): print(dist.get_rank(), dist.get_world_size())\n"
+            "from torch_fsdp_tests.installed_torch import upstream_names\n"
+            "upstream_names._module('distributed.fake_pg')\n"
+            "print(dist.Backend._plugins['FAKE'] is ours)\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+        self.assertEqual((done.stdout, done.returncode), ("2 4\nTrue\n", 0), done.stderr)
+
+    def test_names_of_older_versions(self):
+        for place, old, new in (
+            ("common_fsdp", "CUDAInitMode.CUDA_BEFORE", "DEVICEInitMode.DEVICE_BEFORE"),
+            ("common_distributed", "MultiProcContinousTest", "MultiProcContinuousTest"),
+        ):
+            module = importlib.import_module(f"torch_fsdp_tests.{place}")
+            with self.assertWarnsRegex(FutureWarning, f"in torch 2.6 and older versions: use {new.split('.')[0]}"):
+                value = operator.attrgetter(old)(module)
+            self.assertIs(value, operator.attrgetter(new)(module))
+
+    def test_tests_of_local_tensors_skip(self):
+        class TestX(common_dtensor.DTensorTestBase):
+            def test_y(self):
+                raise AssertionError
+
+        class TestZ(common_dtensor.LocalDTensorTestBase):
+            def test_y(self):
+                raise AssertionError
+
+        for cls in (common_dtensor.create_local_tensor_test_class(TestX, skipped_tests=["test_y"]), TestZ):
+            result = run(cls)
+            self.assertEqual([reason for _, reason in result.skipped], [local_tensors.REASON])
+            self.assertEqual((result.testsRun, result.errors, result.failures), (0, [], []))
 
     def test_a_constant_is_computed_without_the_driver(self):
         fails = mock.Mock(side_effect=AssertionError("this process asked the device"))

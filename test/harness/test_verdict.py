@@ -19,6 +19,7 @@ from torch_fsdp_tests.verdict import (
     Phase,
     RankResult,
     State,
+    Subtest,
     TestResult,
     Verdict,
     by_cause,
@@ -227,6 +228,30 @@ EXPECTED = {
     "and_another_fails_around_its_body": (reported(0, 1.0, BODY), reported(1, 1.1, ValueError()), False),
     "after_another_failed_around_its_body": (reported(0, 1.1, BODY), reported(1, 1.0, ValueError()), False),
 }
+
+
+RAN, OTHER, SKIPPED_ONE = Subtest("(n=1)"), Subtest("(n=2)"), Subtest("(n=2)", "why")
+SUBTESTS = {
+    "one_skips": ([RAN, SKIPPED_ONE], [RAN, OTHER], "rank 0 ran 1 of 2 subtests: it skipped (n=2), and rank 1 ran it"),
+    "each_skips": ([SKIPPED_ONE, RAN], [RAN, SKIPPED_ONE], "rank 1 ran 1 of 2 subtests: it ran (n=1), and rank 0 skip"),
+    "one_runs_none": ([RAN, OTHER], [], "rank 1 ran 0 of 2 subtests: it did not reach (n=1), and rank 0 ran it"),
+    "both_skip": ([RAN, SKIPPED_ONE], [RAN, SKIPPED_ONE], ""),
+    "one_has_its_own": ([RAN], [RAN, Subtest("(rank=1)", None, of_rank=True)], ""),
+}
+
+
+@instantiate_parametrized_tests
+class TestSubtestsOfRanks(TestCase):
+    """Without it, a rank could skip a subtest that the others run, and the test would pass."""
+
+    @parametrize("name", sorted(SUBTESTS))
+    def test_all_ranks_run_the_same(self, name):
+        *subtests, words = SUBTESTS[name]
+        verdict = judge(
+            [dataclasses.replace(passed(rank), subtests=tuple(each)) for rank, each in enumerate(subtests)], 60, {}
+        )
+        self.assertIs(verdict.outcome, State.ERROR if words else State.PASSED)
+        self.assertTrue(verdict.reason.startswith(words), verdict.reason)
 
 
 @instantiate_parametrized_tests

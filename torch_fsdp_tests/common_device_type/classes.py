@@ -9,20 +9,21 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 import unittest
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch_fsdp_tests.common_utils.flags import device_type_under_test, privateuse1_name
 from torch_fsdp_tests.common_utils.parametrization import (
     RECIPE,
     Test,
-    Variant,
     add_test,
     bound_test,
     no_decorators,
 )
 from torch_fsdp_tests.device import accelerator
+from torch_fsdp_tests.installed_torch import upstream_names
 
 __unittest = True  # keeps the frames of this module out of the tracebacks that unittest prints
 
@@ -52,12 +53,14 @@ def instantiate_device_type_tests(
     ``PYTORCH_TESTING_DEVICE_*`` leave the device out, the tests are made and skip with that reason; upstream lets them
     vanish. ``include_lazy``, ``allow_mps`` and ``allow_xpu`` are accepted and change nothing.
 
-    The generic class keeps its tests, which a class derived from it earlier inherits. Upstream deletes them.
+    The generic class keeps its tests if a class derived from it earlier inherits them. Otherwise they are deleted, as
+    upstream's are, because the class may have another name in its module, such as that of the variable of a loop.
 
     Raises ``AssertionError`` for a device type both in ``except_for`` and ``only_for``.
     """
     device_type = device_type_under_test()
     reason = _left_out(device_type, except_for, only_for)
+    excluded = _excluded(device_type, generic_test_class.__name__)
     name = generic_test_class.__name__ + device_type.upper()
     namespace = {
         # Set these before the class is made, because a base class may read them at once.
@@ -76,10 +79,26 @@ def instantiate_device_type_tests(
     namespace |= dict.fromkeys(generic_tests)
     made = type(name, (generic_test_class,), namespace)
     for attribute, test in generic_tests.items():
+        is_excluded = excluded == "*" or attribute in excluded
+        why = f"the test configuration of {device_type} excludes it" if is_excluded else reason
         for variant_name, variant in _variants(attribute, test, generic_test_class, made):
-            add_test(made, variant_name, variant if reason is None else unittest.skip(reason)(variant))
+            add_test(made, variant_name, variant if why is None else unittest.skip(why)(variant))
+    if generic_test_class.__subclasses__() == [made]:
+        for attribute in generic_tests:
+            delattr(generic_test_class, attribute)
     scope.pop(generic_test_class.__name__, None)
     scope[name] = made
+
+
+def _excluded(device_type: str, class_name: str) -> Collection[str]:
+    """The tests of a class, or ``*``, that upstream's class of a device type excludes (``set_test_configs``)."""
+    upstreams = sys.modules.get(f"{upstream_names.UPSTREAM}.common_device_type")
+    called = {device_type, "privateuse1"} if device_type == privateuse1_name() else {device_type}
+    for each in vars(upstreams).values() if upstreams is not None else ():
+        if isinstance(each, type) and getattr(each, "device_type", None) in called:
+            if excluded := (getattr(each, "test_exclusions", None) or {}).get(class_name):
+                return excluded
+    return ()
 
 
 def _names(value: Names) -> list[str]:
@@ -113,24 +132,32 @@ def _left_out(device_type: str, except_for: Names, only_for: Names) -> str | Non
 def _variants(name: str, test: Test, generic: type, made: type) -> Iterator[tuple[str, Test]]:
     """The tests of one generic method, under their new names."""
     device_type = made.device_type  # type: ignore[attr-defined]
-    recipe: Any = getattr(test, RECIPE, functools.partial(_by_dtype, device_type))
-    for variant, suffix, arguments, decorators in recipe(test, generic_cls=generic, device_cls=made):
-        takes_device = "device" in inspect.signature(variant).parameters
-        # Decorators may read the arguments, including the device, of which only the type is known here.
-        known = {**arguments, "device": device_type} if takes_device else arguments
+    recipe: Any = getattr(test, RECIPE, lambda test, **classes: [(test, "", {}, no_decorators)])
+    for variant, suffix, given, decorators in recipe(test, generic_cls=generic, device_cls=made):
+        takes_device = {"device", "devices"} & inspect.signature(variant).parameters.keys()
         with_device = _with_device(variant) if takes_device else variant
-        made_name = "_".join(filter(None, (name, suffix, device_type, _dtype_suffix(arguments))))
-        yield made_name, bound_test(with_device, arguments, decorators(known))
+        for dtypes in [{}] if {"dtype", "dtypes"} & given.keys() else _dtypes(device_type, test):
+            arguments = {**given, **dtypes}
+            # Decorators may read the arguments, including the device, of which only the type is known here.
+            known = {**arguments, "device": device_type} if takes_device else arguments
+            made_name = "_".join(filter(None, (name, suffix, device_type, _dtype_suffix(arguments))))
+            yield made_name, bound_test(with_device, arguments, decorators(known))
 
 
-def _by_dtype(device_type: str, test: Test, **classes: Any) -> list[Variant]:
-    """A variant for each data type, or tuple of them, of upstream's decorators ``dtypes`` and ``dtypesIf``."""
+def deviceCountAtLeast(num_devices: int) -> Callable[[Test], Test]:
+    """Skip a test of one process that takes ``devices``, unless one is enough. A process has one device here."""
+    if num_devices > 1:
+        return unittest.skip(f"needs {num_devices} devices in one process, which has one here")
+    return lambda test: test
+
+
+def _dtypes(device_type: str, test: Test) -> list[dict[str, Any]]:
+    """An argument for each data type, or tuple of them, of upstream's decorators ``dtypes`` and ``dtypesIf``."""
     dtypes: Any = getattr(test, "dtypes", {})
     chosen = dtypes.get(device_type, dtypes.get("all"))
     if chosen is None:
-        return [(test, "", {}, no_decorators)]
-    arguments = ({"dtypes" if isinstance(each, (list, tuple)) else "dtype": each} for each in chosen)
-    return [(test, "", each, no_decorators) for each in arguments]
+        return [{}]
+    return [{"dtypes" if isinstance(each, (list, tuple)) else "dtype": each} for each in chosen]
 
 
 def _dtype_suffix(arguments: Mapping[str, Any]) -> str:
@@ -148,6 +175,7 @@ def _with_device(test: Test) -> Test:
         rank = getattr(self, "rank", 0)
         # In the parent, a test case's rank is negative.
         device = str(accelerator.current().device(max(rank, 0) if isinstance(rank, int) else 0))
-        return test(self, *args, device=device, **kwargs)
+        given = {"devices": [device]} if "devices" in inspect.signature(test).parameters else {"device": device}
+        return test(self, *args, **given, **kwargs)
 
     return on_device

@@ -76,6 +76,9 @@ __getattr__ = upstream_names.complete(
         "HAS_ACCELERATOR": _has_accelerator,
         "DEFAULT_WORLD_SIZE": lambda: accelerator.current().ranks,
         "tmp_dir": environment.directory,
+        "MultiProcContinousTest": upstream_names.renamed(
+            MultiProcContinuousTest, "MultiProcContinousTest", "MultiProcContinuousTest"
+        ),
     },
     {"DEFAULT_WORLD_SIZE": settings.RANKS_VARIABLE},
 )

@@ -42,7 +42,7 @@ from torch_fsdp_tests.ranks import (
 from torch_fsdp_tests.ranks.outcome import BODY_MARK, THEN_RAISED, enters_test
 from torch_fsdp_tests.ranks.rank import open_outputs
 from torch_fsdp_tests.settings import ConfigurationError
-from torch_fsdp_tests.verdict import Phase, RankResult, Reason, State, events, joined, kinds_of
+from torch_fsdp_tests.verdict import Phase, RankResult, Reason, State, Subtest, events, joined, kinds_of
 from torch_fsdp_tests.verdict.events import Skipped
 from torch_fsdp_tests.verdict.returned import check_returned
 
@@ -76,14 +76,13 @@ def limit_of(test_id: str) -> int:
 
 
 class _Tally(threading.local):
-    """How many subtests of the running test ran in this rank, why the others skipped, and how the test method ended.
+    """The subtests of the running test that ended in this rank, and how the test method ended.
 
     A rank may be a thread.
     """
 
     def __init__(self) -> None:
-        self.ran = 0
-        self.skipped: list[str] = []
+        self.subtests: list[Subtest] = []
         self.returned = False
         self.raised: BaseException | None = None
 
@@ -109,13 +108,17 @@ def run_in_rank(rank: int, body: Callable[[], object]) -> RankResult:
     """
     _tally.__init__()  # type: ignore[misc]
 
+    reasons: list[str] = []
+
     def counted() -> None:
         try:
             body()
         except SystemExit as leaving:
             _check_exit(leaving)
-        if _tally.skipped and not _tally.ran:
-            raise Skipped(Reason.joined(_tally.skipped))
+        finally:
+            reasons.extend(each.skipped for each in _tally.subtests if each.skipped is not None)
+        if reasons and len(reasons) == len(_tally.subtests):
+            raise Skipped(Reason.joined(reasons))
 
     spent = time.process_time()
     with defect_blocks.recorded() as blocks:
@@ -124,9 +127,8 @@ def run_in_rank(rank: int, body: Callable[[], object]) -> RankResult:
     return dataclasses.replace(
         result,
         cpu=time.process_time() - spent if is_process else 0.0,
-        subtests=_tally.ran,
-        skipped_subtests=tuple(_tally.skipped),
-        kinds=result.kinds | kinds_of(_tally.skipped),
+        subtests=tuple(_tally.subtests),
+        kinds=result.kinds | kinds_of(reasons),
         defect_blocks=tuple(blocks),
     )
 
@@ -326,7 +328,7 @@ class RankTestCase(TestCase):
         """Report to the dispatcher the test's world size, how many of its subtests ran, and which skipped and why."""
         most = max(reports, key=lambda report: len(report.skipped_subtests))
         skipped = collections.Counter(most.skipped_subtests)
-        ran = max(report.subtests for report in reports)
+        ran = max(report.ran_subtests for report in reports)
         events.record(world_size=len(reports), subtests=ran, subtests_skipped=dict(skipped), skip_kinds=most.kinds)
         for name in ("seconds", "cpu"):
             values = {each.rank: getattr(each, name) for each in reports}
@@ -382,7 +384,8 @@ class RankTestCase(TestCase):
 
         Raises what the block raises, except for a skip. So a failure ends the rank's test, unlike in plain unittest.
         The other ranks may still wait in a collective of the failed subtest, and would match it with a collective of
-        the next subtest. In the parent this method is unittest's.
+        the next subtest. All ranks must run the same subtests and skip the same ones, except for those with a parameter
+        ``rank``, which belong to that rank. In the parent this method is unittest's.
         """
         if self.rank == self.MAIN_RANK:
             with super().subTest(msg, **params):
@@ -393,10 +396,10 @@ class RankTestCase(TestCase):
             with defect_blocks.in_subtest(described):
                 yield
         except unittest.SkipTest as skip:
-            _tally.skipped.append(str(skip))
+            _tally.subtests.append(Subtest(described, str(skip), "rank" in params))
         except Exception as error:
             if not hasattr(error, "__subtest__"):
                 error.__subtest__ = described  # type: ignore[attr-defined]
             raise
         else:
-            _tally.ran += 1
+            _tally.subtests.append(Subtest(described, None, "rank" in params))

@@ -17,6 +17,7 @@ from .compiled import compiled_fsdp_test, fully_shard_with_compiled_compute, tes
 from .device import get_devtype
 from .group import DummyProcessGroup
 from .layers import MLP, DoubleLinear, MLPStack, NestedLinear, SkipModel, SkipModule
+from .modes import CUDAInitMode as _CUDAInitMode
 from .modes import DEVICEInitMode, FSDPInitMode, FSDPTestModel, FullyShardMode
 from .nested import (
     AlwaysWrapNestedWrappedModule,
@@ -60,6 +61,7 @@ __getattr__ = upstream_names.complete(
         "DEVICE_TYPE": lambda: accelerator.current().type,
         "DISTRIBUTED_BACKEND": lambda: accelerator.current().backend,
         "DEVICE_COUNT": lambda: accelerator.current().ranks,
+        "CUDAInitMode": upstream_names.renamed(_CUDAInitMode, "CUDAInitMode", "DEVICEInitMode"),
     },
     {
         "DEVICE_TYPE": settings.DEVICE_VARIABLE,

@@ -25,6 +25,14 @@ class DEVICEInitMode(enum.Enum):
     DEVICE_NEVER = enum.auto()
 
 
+class CUDAInitMode:
+    """:class:`DEVICEInitMode` by the names that torch 2.6 and older versions have for it."""
+
+    CUDA_BEFORE = DEVICEInitMode.DEVICE_BEFORE
+    CUDA_AFTER = DEVICEInitMode.DEVICE_AFTER
+    CUDA_NEVER = DEVICEInitMode.DEVICE_NEVER
+
+
 class FullyShardMode(enum.Enum):
     """How ``compiled_fsdp_test`` runs a test: eagerly, or with the computation of each FSDP module compiled."""
 

@@ -108,7 +108,11 @@ def describe(differences: Iterable[Difference]) -> str:
 def pairs(x: Any, y: Any, path: tuple[object, ...] = ()) -> Iterator[Pair | Difference]:
     """Yield the leaves of ``x`` (the actual value) and ``y`` (the expected one), and where their containers differ."""
     if path == ():
-        x, y = _alike(x, y)
+        try:
+            x, y = _alike(x, y)
+        except AssertionError as error:
+            yield Difference(path, str(error))
+            return
     if _are(_SEQUENCES, x, y) and not isinstance(x, _TEXT) and not isinstance(y, _TEXT):
         if len(x) != len(y):
             lengths = f"The lengths of the sequences do not match: {len(x)} != {len(y)}"
@@ -148,12 +152,21 @@ def _are(kinds: tuple[type, ...], x: object, y: object) -> bool:
 
 
 def _alike(x: Any, y: Any) -> tuple[Any, Any]:
-    """Convert a list that is compared with a tensor to a tensor."""
+    """Convert a list that is compared with a tensor to a tensor. Raises ``AssertionError`` if that changes numbers."""
     if isinstance(x, torch.Tensor) and isinstance(y, Sequence) and not isinstance(y, _TEXT):
-        y = torch.as_tensor(y, dtype=x.dtype, device=x.device)
+        y = _like(x, y)
     elif isinstance(y, torch.Tensor) and isinstance(x, Sequence) and not isinstance(x, _TEXT):
-        x = torch.as_tensor(x, dtype=y.dtype, device=y.device)
+        x = _like(y, x)
     return x, y
+
+
+def _like(tensor: torch.Tensor, values: Sequence[Any]) -> torch.Tensor:
+    """The values as a tensor of the same dtype and device. They may only be rounded."""
+    given = torch.as_tensor(values)
+    if not (tensor.is_complex() or (tensor.is_floating_point() and not given.is_complex())):
+        if not torch.equal(given.to(tensor.dtype).to(given.dtype), given):
+            raise AssertionError(f"a tensor of {tensor.dtype} cannot have the values {_SHORT.repr(values)}")
+    return torch.as_tensor(values, dtype=tensor.dtype, device=tensor.device)
 
 
 def _compare_leaves(x: Any, y: Any, how: Closeness) -> None:
@@ -221,6 +234,8 @@ def _compare_tensors(x: Any, y: Any, how: Closeness) -> None:
     # This copies, because torch rejects arrays with negative strides and warns about read-only ones.
     x, y = (torch.from_numpy(np.array(value)) if isinstance(value, np.ndarray) else value for value in (x, y))
     x, y = local_parts(x, y)
+    if x.is_meta != y.is_meta:
+        raise AssertionError(f"only one of the tensors has values: their devices are {x.device} and {y.device}")
     if x.layout == y.layout == torch.sparse_coo and x.is_coalesced() != y.is_coalesced():
         if how.exact_is_coalesced:
             raise AssertionError(f"is_coalesced does not match: {x.is_coalesced()} != {y.is_coalesced()}")

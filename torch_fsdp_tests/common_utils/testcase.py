@@ -218,14 +218,16 @@ class TestCase(expecttest.TestCase):
 
         Tensors and numpy arrays must have the same shape and, unless ``exact_dtype=False``, the same dtype. Their
         values, and those of numbers, must be close: ``|x - y| <= atol + rtol * |y|``, with defaults for each dtype. A
-        number can be compared with a tensor of one element, and a sequence with a tensor. DTensors must have the same
-        placements and mesh, and their local shards are compared without a collective. For the rest, ``==`` must hold.
+        number can be compared with a tensor of one element, and a sequence with a tensor whose dtype can have its
+        values. DTensors must have the same placements and mesh, and their local shards are compared without a
+        collective. For the rest, ``==`` must hold.
 
         ``how`` has the tolerances ``atol`` and ``rtol`` and the switches of :class:`.Closeness`.
 
         In this suite's tests of FSDP it also fails if this proves nothing: a pair of values is one object or shares
-        memory ("same"), has an infinity or NaN ("nonfinite") or only numbers below the tolerance ("small"), or all are
-        without elements ("empty") or zero ("zero"). A call that means such values says so, with ``may_be="zero"`` or a
+        memory ("same"), is on the meta device, where only shapes are compared ("meta"), has an infinity or NaN
+        ("nonfinite") or only numbers below the tolerance ("small"), or all are without elements ("empty") or zero
+        ("zero"). A call that means such values says so, with ``may_be="zero"`` or a
         tuple of these words. See :mod:`.vacuous`.
 
         ``msg`` is added to the message, or, when callable, gets it and returns another. Raises

@@ -24,6 +24,7 @@ KINDS = {
     "same": "both are one object or share their memory, so they cannot differ",
     "empty": "neither has an element",
     "zero": "both have only zeros, as if nothing had been computed",
+    "meta": "both are on the meta device, so only their shapes were compared",
     "small": "both are smaller than the tolerance, so zeros would also pass",
     "nonfinite": "both have an infinity or a NaN, which many mistakes lead to",
 }
@@ -66,9 +67,9 @@ def complaint(x: Any, y: Any, compared: Sequence[Any], how: Closeness, allowed: 
 def _reasons(x: Any, y: Any, pairs: Sequence[Pair], how: Closeness) -> dict[str, str]:
     """Why a comparison without differences proves nothing: the kinds, each with the place of the first such pair.
 
-    One pair of tensors that are the same, not finite, or too small is enough. Elements, and numbers other than zero,
-    may be in any of the tensors, because a rank has no part of some parameters, and some gradients are zero. Of the
-    values that are not tensors, only containers can be the same or empty, and only numbers can be infinite.
+    One pair of tensors that are the same, on the meta device, not finite, or too small is enough. Elements, and numbers
+    other than zero, may be in any of the tensors, because a rank has no part of some parameters, and some gradients are
+    zero. Of the values that are not tensors, only containers can be the same or empty, and only numbers be infinite.
     """
     reasons: dict[str, str] = {}
     if x is y and isinstance(x, (Mapping, list, set)) and len(x):
@@ -80,6 +81,8 @@ def _reasons(x: Any, y: Any, pairs: Sequence[Pair], how: Closeness) -> dict[str,
             both = local_parts(pair.x.detach(), pair.y.detach())
             if pair.x is pair.y or _share_memory(*both):
                 reasons.setdefault("same", at)
+            if both[0].is_meta:
+                reasons.setdefault("meta", at)
             sizes.append(both[0].numel())
             if sizes[-1] and not both[0].is_meta:
                 largest.append(_largest(both[0]))

@@ -41,7 +41,7 @@ class Accelerator:
     torch's device type of the tensors. ``vendor_name`` is the vendor's name for the device, if it differs. ``machine``
     has what reports say about model, driver and libraries, under the names of :data:`.machine.TITLES`. ``sharing`` is
     for tests with more ranks than devices: the same device with a backend over which ranks can share it.
-    ``tolerances`` has the relative errors by dtype, such as ``{"float32": 1e-4}``, that ``--against-behavior`` allows
+    ``tolerances`` has the relative errors by dtype, such as ``{"float32": 1e-4}``, that a comparison of behavior allows
     between two devices; by default none.
 
     If ranks find their device in another way, the vendor overrides :meth:`device` and :meth:`bind`.

@@ -65,6 +65,16 @@ def complete(
     return get
 
 
+def renamed(value: object, old: str, new: str) -> Callable[[], object]:
+    """The value of a name that newer versions of torch have replaced. Its use gives a ``FutureWarning``."""
+
+    def compute() -> object:
+        warnings.warn(f"{old} is the name in torch 2.6 and older versions: use {new}", FutureWarning, stacklevel=3)
+        return value
+
+    return compute
+
+
 class _Assignable(ModuleType):
     """A module with globals that set environment variables."""
 
@@ -99,8 +109,8 @@ def borrowed_in_words() -> str | None:
 def lookup(module: str, name: str) -> Any:
     """Return what a replacing module of this project, by its full name, lacks: upstream's value of the same place.
 
-    Raises ``AttributeError`` for a name that upstream's module lacks, and ``ImportError``, which says what to do
-    instead, for one that belongs to upstream's way to run ranks.
+    One that belongs to upstream's way to run ranks can be imported. Who uses it gets an ``ImportError``, which says
+    what to do instead. Raises ``AttributeError`` for a name that upstream's module lacks.
     """
     place = module.removeprefix(f"{PACKAGE}.")
     missing = AttributeError(f"module {module!r} has no attribute {name!r}")
@@ -108,7 +118,7 @@ def lookup(module: str, name: str) -> Any:
         raise missing
     instead = INSTEAD.get(place, {}).get(name)
     if instead is not None:
-        raise ImportError(f"{PACKAGE} has no {place}.{name}: {instead}")
+        return Refused(f"{PACKAGE} has no {place}.{name}: {instead}")
     origin = _imports(place).get(name)
     if origin is not None:  # upstream's module imports it from another one, which this project may replace
         return (
@@ -121,7 +131,7 @@ def lookup(module: str, name: str) -> Any:
     except AttributeError:
         raise missing from None
     if _starts_ranks(value):
-        raise ImportError(
+        return Refused(
             f"{UPSTREAM}.{place}.{name} starts ranks with upstream's harness, which passes a test whose rank 1 dies: "
             f"derive from a test case of {PACKAGE}.common_distributed or {PACKAGE}.common_fsdp"
         )
@@ -129,6 +139,23 @@ def lookup(module: str, name: str) -> Any:
     if type(value).__name__ == "LazyVal" and value._cb is not None:
         value._cb = functools.partial(_without_driver, place, name, value._cb)
     return value
+
+
+class Refused:
+    """What a file imports in place of a name that it must not use: a file with many tests may need it for one."""
+
+    def __init__(self, words: str) -> None:
+        self._words = words
+
+    def _refuse(self, *_: object, **__: object) -> Any:
+        raise ImportError(self._words)
+
+    __call__ = __mro_entries__ = __instancecheck__ = __subclasscheck__ = __enter__ = __exit__ = _refuse
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ImportError(self._words)
 
 
 @functools.cache
@@ -165,7 +192,9 @@ def _spec(place: str) -> importlib.machinery.ModuleSpec | None:
 
 @functools.cache
 def _module(place: str) -> ModuleType:
-    """Import upstream's module. What the import changes in this process is undone, and it starts no driver."""
+    """Import upstream's module. Of what the import changes in this process, the backends that it registers stay. It
+    starts no driver.
+    """
     with mock.patch.dict(os.environ), _unchanged_torch(), _answered_by_another_process():
         os.environ.pop("NUM_PARALLEL_PROCS", None)  # with it, the import sets a limit for the memory of a device
         return importlib.import_module(f"{UPSTREAM}.{place}")
@@ -207,22 +236,34 @@ def _ask(code: str) -> Any:
 
 @contextlib.contextmanager
 def _unchanged_torch() -> Iterator[None]:
-    """Undo or prevent what an import of upstream's harness does to torch: it registers backends, and freezes flags."""
+    """Prevent that an import of upstream's harness freezes flags, and replaces or adds a backend that is ours.
+
+    Other backends that it registers stay: functions of the same module need them.
+    """
     import torch
     from torch.distributed import Backend
 
-    attributes = set(vars(Backend))
     tables = [(table, copy.copy(table)) for table in vars(Backend).values() if isinstance(table, dict | list)]
+    attributes = set(vars(Backend))
     try:
         with warnings.catch_warnings(), mock.patch.object(torch.backends, "disable_global_flags", lambda: None):
             warnings.simplefilter("ignore")  # about packages that upstream's tests could use
             yield
     finally:
         for table, before in tables:
-            table.clear()
-            table.extend(before) if isinstance(table, list) else table.update(before)
+            if isinstance(table, list):
+                table[:] = [*before, *(each for each in table if each not in before and each not in _OUR_BACKENDS)]
+            else:
+                for key in {*table} - {*before}:
+                    if key.lower() in _OUR_BACKENDS or table[key] in _OUR_BACKENDS:
+                        del table[key]
+                table.update(before)
         for name in vars(Backend).keys() - attributes:
-            delattr(Backend, name)
+            if name.lower() in _OUR_BACKENDS:
+                delattr(Backend, name)
+
+
+_OUR_BACKENDS = ("fake", "threaded")
 
 
 def _starts_ranks(value: object) -> bool:

@@ -62,12 +62,7 @@ INSTEAD: Mapping[str, Mapping[str, str]] = {
         "retrieve_result_from_completion_queue": "ranks report over connections of their own: assert in the rank",
     },
     _DTENSOR: dict.fromkeys(
-        (
-            *("LocalDTensorContinuousTestBase", "LocalDTensorOpTestBase", "LocalDTensorTestBase", "make_wrapped"),
-            *("create_local_tensor_test_class", "validate_sharding_rule_sample"),
-            "validate_sharding_rule_sample_backward",
-        ),
-        _LOCAL_TENSOR,
+        ("make_wrapped", "validate_sharding_rule_sample", "validate_sharding_rule_sample_backward"), _LOCAL_TENSOR
     ),
     _THREADS: dict.fromkeys(
         (
@@ -84,7 +79,4 @@ INSTEAD: Mapping[str, Mapping[str, str]] = {
         ),
         _OTHER_THREADS,
     ),
-    "common_device_type": {
-        "deviceCountAtLeast": "each rank has one device here: set world_size, and decorate with skip_if_lt_x_gpu",
-    },
 }

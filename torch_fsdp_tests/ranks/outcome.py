@@ -6,6 +6,7 @@ Nothing here starts, waits for or kills anything.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import traceback
 import unittest
@@ -19,6 +20,7 @@ from torch_fsdp_tests.verdict import (
     Reason,
     SkipKind,
     State,
+    Subtest,
     Verdict,
     by_cause,
     death,
@@ -167,12 +169,33 @@ def judge(
         return Verdict(State.SKIPPED, Reason.joined(rank.message for rank in ranks))
     bad = by_cause(ranks)
     if not bad:
-        return Verdict(State.PASSED)
+        return _of_subtests(ranks)
     first = bad[0]
     state = State.ERROR if first.state is State.SKIPPED else first.state  # a skip by some ranks alone is an error
     alike = [rank.rank for rank in bad if rank.in_one_line() == first.in_one_line()]
     reason = f"{ranks_in_words(alike)} of {len(ranks)} {first.in_one_line(plural=len(alike) > 1)}"
     return Verdict(state, reason, first.phase, ranks)
+
+
+def _of_subtests(ranks: Sequence[RankResult]) -> Verdict:
+    """A test that passed in every rank passes if all ranks ran the same subtests, and skipped the same ones.
+
+    Subtests are compared by their order, because their parameters may be a rank's own, such as its device.
+    """
+    shared = {rank.rank: [each for each in rank.subtests if not each.of_rank] for rank in ranks}
+    first, most = max(shared.items(), key=lambda item: sum(each.has_run for each in item[1]))
+    for rank, subtests in shared.items():
+        for one, other in itertools.zip_longest(subtests, most):
+            if _ended(one) != _ended(other):
+                ran = sum(each.has_run for each in subtests)
+                words = f"rank {rank} ran {ran} of {max(map(len, shared.values()))} subtests"
+                words += f": it {_ended(one)} {(one or other).words}, and rank {first} {_ended(other)} it"
+                return Verdict(State.ERROR, f"{words} (only a subtest with a parameter `rank` may differ)", Phase.BODY)
+    return Verdict(State.PASSED)
+
+
+def _ended(subtest: Subtest | None) -> str:
+    return "did not reach" if subtest is None else "ran" if subtest.has_run else "skipped"
 
 
 def _with_consequences(ranks: tuple[RankResult, ...], limit: float) -> tuple[RankResult, ...]:

@@ -4,7 +4,7 @@ A verdict goes from the ranks to unittest as an attribute of an exception, then 
 and into every report. No step parses text to find out what happened.
 """
 
-from torch_fsdp_tests.verdict.of_rank import DefectBlock, RankResult, by_cause, describe, joined, rank_rows
+from torch_fsdp_tests.verdict.of_rank import DefectBlock, RankResult, Subtest, by_cause, describe, joined, rank_rows
 from torch_fsdp_tests.verdict.of_test import FILE_ITSELF, TestResult, Verdict
 from torch_fsdp_tests.verdict.states import (
     COUNTED,

@@ -170,9 +170,14 @@ class Reporting(unittest.TestResult):
     entries: Callable[[], Collection[str]] = tuple  # the paths where no test may leave a file
     forgiven: Collection[str] = ()  # tests that are listed as failing, so their failure does not count
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._begun: set[str] = set()  # the names of tests
+
     def startTest(self, test: unittest.TestCase) -> None:
         super().startTest(test)
         _now.running = test_name(test)
+        self._begun.add(_now.running)
         _devices.pop(_now.running, None)  # of an earlier test with this id
         self._verdict: Verdict | None = None
         self._ranks: tuple[RankResult, ...] = ()
@@ -226,10 +231,12 @@ class Reporting(unittest.TestResult):
             self._text.append(text)
 
     def _skip_fixture(self, reason: str) -> None:
+        """A fixture that skips before its tests skips them. What a later one raises does not undo their outcomes."""
         for cls, tests in self.announced.items():
             if self.fixture.owner in ("", cls):
                 for test in tests:
-                    _ended(test, Verdict(State.SKIPPED, reason))
+                    if test not in self._begun:
+                        _ended(test, Verdict(State.SKIPPED, reason))
 
     def addSuccess(self, test: unittest.TestCase) -> None:
         super().addSuccess(test)

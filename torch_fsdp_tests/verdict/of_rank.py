@@ -37,7 +37,20 @@ def joined(ranks: Iterable[Sequence[DefectBlock]]) -> list[DefectBlock]:
     return list(by_place.values())
 
 
-_OF_ITS_TEST = ("subtests", "skipped_subtests", "kinds", "defect_blocks", "cpu")  # fields that no report has
+@dataclasses.dataclass(frozen=True)
+class Subtest:
+    """A subtest that ended in a rank without a failure."""
+
+    words: str  # its message and parameters
+    skipped: str | None = None  # the reason, if it skipped
+    of_rank: bool = False  # other ranks need not have it
+
+    @property
+    def has_run(self) -> bool:
+        return self.skipped is None
+
+
+_OF_ITS_TEST = ("subtests", "kinds", "defect_blocks", "cpu")  # fields that no report has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +80,7 @@ class RankResult:
     follows: bool = False  # it waited for another rank in vain, so that rank is the cause
     may_follow: bool = False  # its exception or signal may be a consequence of another rank's end
     host: str = ""
-    subtests: int = 0
-    skipped_subtests: tuple[str, ...] = ()
+    subtests: tuple[Subtest, ...] = ()  # in the order in which they ended
     kinds: dict[str, SkipKind] = dataclasses.field(default_factory=dict)  # of the reasons to skip
     defect_blocks: tuple[DefectBlock, ...] = ()  # in the order in which the rank left them
     cpu: float = 0.0  # seconds of CPU time; 0 if the rank is a thread
@@ -80,6 +92,15 @@ class RankResult:
 
     def to_json(self) -> dict[str, Any]:
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in _OF_ITS_TEST}
+
+    @property
+    def ran_subtests(self) -> int:
+        return sum(each.has_run for each in self.subtests)
+
+    @property
+    def skipped_subtests(self) -> list[str]:
+        """The reason of each subtest that skipped."""
+        return [each.skipped for each in self.subtests if each.skipped is not None]
 
     @property
     def is_silent(self) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_fsdp import MLP, FSDPTest
@@ -54,6 +55,19 @@ def by_category(snapshot: Mapping[torch.device, Mapping[Any, int]], names: Itera
     if names is None:
         return {name: nbytes for name, nbytes in found.items() if nbytes}
     return {name: found.get(name, 0) for name in names}
+
+
+class Totals(TorchDispatchMode):
+    """Notes the bytes that a tracker has counted on a device after each operator. Entered after the tracker."""
+
+    def __init__(self, tracker: Any, device: torch.device) -> None:
+        super().__init__()
+        self._tracker, self._device, self.seen = tracker, device, list[int]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.seen.append(self._tracker.get_tracker_snapshot()[self._device]["Total"])
+        return result
 
 
 class TrackerTest(TrainingMixin, FSDPTest):
@@ -357,6 +371,22 @@ class TestTrackerFullyShard1DTrainingCore(TrackerTest):
         params = [param.to_local() for param in model.parameters()]
         grads = [param.grad.to_local() for param in model.parameters()]
         self.assertEqual(actual, {"Sharded Param": bytes_of(params), "Sharded Grad": bytes_of(grads)})
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(reshard_after_forward=[True, False])
+    def test_peak_is_the_largest_sum(self, reshard_after_forward):
+        """The peak is the snapshot with the most bytes, of those after each operator of a training step."""
+        model = self._sharded(reshard_after_forward=reshard_after_forward)
+        tracker = self._tracker(model, torch.optim.Adam(model.parameters(), lr=1e-2))
+        inp = self._input(tracker)
+        with tracker, Totals(tracker, self.device) as totals:
+            self._train(model, inp)
+        peak = tracker.get_tracker_snapshot("peak")[self.device]
+        self.assertEqual(peak["Total"], max(totals.seen))
+        self.assertEqual(peak["Total"], sum(nbytes for name, nbytes in peak.items() if name != "Total"))
+        kept, shards = BLOCKS * BLOCK + REST, (BLOCKS * BLOCK + REST) // 2
+        unsharded = 2 * BLOCK + REST if reshard_after_forward else kept
+        self.assertGreater(peak["Total"], BYTES * (shards + unsharded))
 
     @skip_if_lt_x_gpu(2)
     def test_second_iteration_without_reset(self):

@@ -77,7 +77,9 @@ def _order_warnings() -> Iterator[list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield texts
-    texts += [str(each.message) for each in caught if "orward order differs" in str(each.message)]
+    found = [each for each in caught if "orward order differs" in str(each.message)]
+    assert {each.category for each in found} <= {UserWarning}, found
+    texts += [str(each.message) for each in found]
 
 
 class TestFSDPExecOrder(FSDPTest):

@@ -875,6 +875,11 @@ class TestFSDPMiscMultiThread(FSDPTestMultiThread):
                 FSDP(nn.Sequential(nn.Linear(2, 2, device=self.device)))
         self.assertNotIn(message, " ".join(str(each.message) for each in caught))
 
+    @skip_if_lt_x_gpu(1)
+    def test_no_shard_is_deprecated(self):
+        with _in_turn, self.assertWarnsRegex(FutureWarning, "`NO_SHARD` sharding strategy is deprecated"):
+            FSDP(nn.Linear(2, 2, device=self.device), sharding_strategy=ShardingStrategy.NO_SHARD)
+
 
 class _RecordsSetattr(nn.Module):
     """A module with a 5 by 5 weight and a ``__setattr__`` that records the names that it sets."""
@@ -905,9 +910,10 @@ class TestFSDPMiscWorldSize1(FSDPTestMultiThread):
             model = FSDP(nn.Linear(3, 3).to(self.device), sharding_strategy=sharding_strategy)
         self.assertIs(model.sharding_strategy, ShardingStrategy.NO_SHARD)
         prefix = "FSDP is switching to use `NO_SHARD` instead of"
-        actual = [str(each.message) for each in caught if str(each.message).startswith(prefix)]
+        actual = [(each.category, str(each.message)) for each in caught if str(each.message).startswith(prefix)]
         asked = sharding_strategy or ShardingStrategy.FULL_SHARD
-        switched = [] if asked is ShardingStrategy.NO_SHARD else [f"{prefix} {asked} since the world size is 1."]
+        words = f"{prefix} {asked} since the world size is 1."
+        switched = [] if asked is ShardingStrategy.NO_SHARD else [(UserWarning, words)]
         self.assertEqual(actual, switched, may_be="empty")
 
     @skip_if_lt_x_gpu(1)

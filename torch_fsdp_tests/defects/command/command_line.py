@@ -64,7 +64,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument("--show", metavar="ID", help="print a script that reproduces the defect with torch alone")
     parser.add_argument("--issue", metavar="ID", help="check the defect, and print a text for torch's issue tracker")
-    words = "print the fixes of these defects, or all, as a diff: patch -p1 -d SITE_PACKAGES applies it"
+    words = "print the fixes of these defects, or all, as a diff, a proposal: patch -p1 -d SITE_PACKAGES applies it"
     parser.add_argument("--patch", nargs="+", metavar="ID", help=words)
     parser.add_argument("--fail-on", choices=["present"], help="exit with 1 if a defect is present")
     parser.add_argument("--save-seen", action="store_true", help="store the findings for this version in the registry")
@@ -158,6 +158,8 @@ def _patch(patterns: Sequence[str], is_strict: bool) -> int:
         return 1
     for defect in found:
         print(f"# {defect.id}: {defect.title}")
+    if found:
+        print("# A proposal of this suite's, which PyTorch has not reviewed.")
     print(diff, end="")
     if not is_strict:
         print(f"{len(found)} of {len(defects)} defects have a fix for torch {version}", file=sys.stderr)

@@ -35,14 +35,22 @@ LIMIT_BESIDE_DEFECT = 0.6  # and its least share of the best score of a defect
 _ISSUE = re.compile(r"(?:https?://\S*/(?:issues|pull)/|\b)(\d{3,})\b\S*")  # by its address or its number
 
 _CODE_OF_TORCH = re.compile(r'File "[^"]*/torch/.*\n.*\n|File ".*\n')  # and the places of the user's code
+# A line of a log: of a rank, with a time, or with a level.
+_LOG = re.compile(r"(?m)^ *(\[[a-z]*\d+\]|\[?\d{4}-\d\d-\d\d\b|[IWEF]\d{4} )|\b(INFO|WARNING|ERROR)\b")
 _TYPE = re.compile(r"[\w.]*(Error|Exception)(:|$)")  # before a message, of which a user may give only a part
 
 
 def fitting(text: str) -> list[Defect]:
-    """The defects that fit words, the number or the address of an issue, or a traceback. The best comes first."""
+    """The defects that fit words, the number or the address of an issue, or a traceback. The best comes first.
+
+    The words of a log, and of an error that a limit explains, are not those of a user who describes a problem.
+    """
     message = _TYPE.sub("", text.strip())
-    found = by_traceback(text) if _is_error(text) and message else []
-    return found if found or tracebacks.ANY_FRAME.search(text) else by_words(message)
+    if not _is_error(text) or not message:
+        return by_words(message)
+    found = by_traceback(text)
+    is_described = not (tracebacks.ANY_FRAME.search(text) or _LOG.search(text) or limits.explaining(text))
+    return by_words(message) if is_described and not found else found
 
 
 def limits_for(text: str) -> list[Limit]:
@@ -58,7 +66,7 @@ def limits_for(text: str) -> list[Limit]:
 
 
 def _is_error(text: str) -> bool:
-    return "\n" in text.strip() or _TYPE.match(text.strip()) is not None
+    return "\n" in text.strip() or _LOG.search(text) is not None or _TYPE.match(text.strip()) is not None
 
 
 def by_words(text: str) -> list[Defect]:
@@ -112,10 +120,11 @@ def _limits() -> Ranking:
             "means": each.means,
             "advice": each.advice,
             "id": each.id.replace("_", " "),
+            "asked": each.asked,
         }
         for each in limits.LIMITS.values()
     ]
-    return Ranking(texts, {"id": 2.0, "messages": 1.0, "means": 1.0, "advice": 0.2})
+    return Ranking(texts, {"id": 2.0, "messages": 1.0, "means": 1.0, "advice": 0.2, "asked": 1.5})
 
 
 def _fields(defect: Defect) -> dict[str, str]:

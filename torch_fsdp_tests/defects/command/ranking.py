@@ -18,7 +18,7 @@ _EMPTY = set(
     "a after all an and any are as at be been before by cannot do does for from has have if in into is it its no not of"
     " on one only or other than that the then this to was were when which while with without"
     " bug call crash error exception fail failure get give issue make problem python pytorch raise run torch use work"
-    " broken called gave given gets gives got made makes making single using wrong".split()
+    " broken build built called create created gave given gets gives got made makes making single using wrong".split()
 )
 # Words of reports, and what entries of the registry say instead.
 _ALIKE = dict(

@@ -15,7 +15,7 @@ from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Ex
 
 DEFECT = Defect(
     component=Component.DSD,
-    consequence=Consequence.LOST_DATA,
+    consequence=Consequence.STATE_LEFT_CHANGED,
     exposure=Exposure.COMMON,
     where="torch.distributed.checkpoint.state_dict._load_model_state_dict",
     features="fsdp2, state_dict",

@@ -14,7 +14,7 @@ from torch_fsdp_tests.defects.registry import Component, Consequence, Defect, Ex
 
 DEFECT = Defect(
     component=Component.DTENSOR,
-    consequence=Consequence.LOST_DATA,
+    consequence=Consequence.SILENTLY_WRONG,
     exposure=Exposure.RARE,
     where="torch.distributed.tensor.DTensor",
     features="fsdp2",

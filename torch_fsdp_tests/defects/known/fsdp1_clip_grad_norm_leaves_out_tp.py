@@ -22,8 +22,7 @@ DEFECT = Defect(
     workaround="Sum the squares of the local gradients over both dimensions of the mesh, count replicated parameters "
     "once, and scale the gradients by the root.",
     world_size=4,
-    documented="``clip_grad_norm_``: 'The norm is computed over all parameters' gradients as viewed as a single "
-    "vector'",
+    documented="``clip_grad_norm_``: the norm of all gradients 'as viewed as a single vector'",
 )
 
 

@@ -24,8 +24,7 @@ DEFECT = Defect(
     workaround="Shard all instances over the same ranks, or add up the norms of each instance over its own process "
     "group, and scale the gradients by hand.",
     world_size=4,
-    documented="``clip_grad_norm_``: 'The norm is computed over all parameters' gradients as viewed as a single "
-    "vector'",
+    documented="``clip_grad_norm_``: the norm of all gradients 'as viewed as a single vector'",
 )
 
 

@@ -1,9 +1,9 @@
 """FSDP1's backward all-gather does not wait for the stream on which ``summon_full_params`` wrote parameters.
 
-Between forward and backward, ``summon_full_params`` may change parameters, as its documentation says. When it ends, it
-writes them to the shards on the current stream. Backward gathers the shards on the unshard stream, or casts them on the
-pre-unshard stream. These streams waited for the current one when forward began, and do not wait again. So backward may
-gather what the shards held before, or a part of it.
+``summon_full_params`` may change parameters, and its documentation forbids it only within a forward or a backward, not
+between them. When it ends, it writes them to the shards on the current stream. Backward gathers the shards on the
+unshard stream, or casts them on the pre-unshard stream. These streams waited for the current one when forward began,
+and do not wait again. So backward may gather what the shards held before, or a part of it.
 
 The reproduction records the waits with a mock, so it needs no accelerator.
 """
@@ -23,6 +23,9 @@ DEFECT = Defect(
     where="torch.distributed.fsdp._runtime_utils._pre_backward_hook",
     features="fsdp1, unshard",
     workaround="Call ``torch.accelerator.synchronize()`` between ``summon_full_params`` and backward.",
+    documented="``summon_full_params``: 'The full parameters can be modified'; 'This can *not* be used within a "
+    "forward or backward pass.'",
+    arguable="In a plain module, backward raises if a parameter that it needs was changed in place after forward.",
     races=("_writeback_to_local_shard) and ",),
 )
 

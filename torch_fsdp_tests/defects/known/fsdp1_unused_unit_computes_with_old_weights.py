@@ -26,7 +26,8 @@ DEFECT = Defect(
     features="fsdp1, strategies",
     workaround="Wrap with ``use_orig_params=True``.",
     upstream=("https://github.com/pytorch/pytorch/issues/83956",),
-    documented="``ShardingStrategy.SHARD_GRAD_OP``: 'parameters are sharded outside computation'",
+    documented="``ShardingStrategy.SHARD_GRAD_OP`` 'does not reshard them after the forward, and only reshards them "
+    "after the backward computation'",
 )
 
 

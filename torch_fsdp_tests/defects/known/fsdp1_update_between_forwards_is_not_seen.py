@@ -22,8 +22,10 @@ DEFECT = Defect(
     features="fsdp1",
     workaround="Run the forward under ``no_grad`` after ``optimizer.step()``, or change parameters inside "
     "``FSDP.summon_full_params``.",
-    documented="``ShardingStrategy.FULL_SHARD``: 'reshards after the forward'; ``SHARD_GRAD_OP``: 'parameters are "
-    "sharded outside computation'",
+    documented="``ShardingStrategy.FULL_SHARD``: 'unshards (via all-gather) before the forward, reshards after the "
+    "forward'; ``SHARD_GRAD_OP`` 'does not reshard them after the forward, and only reshards them after the backward "
+    "computation'",
+    arguable="For SHARD_GRAD_OP the documentation says that parameters stay unsharded until a backward.",
 )
 
 

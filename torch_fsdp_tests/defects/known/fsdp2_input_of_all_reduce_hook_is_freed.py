@@ -1,9 +1,9 @@
-"""The gradient that a hook of ``set_all_reduce_hook`` reads is freed while the hook's stream may still read it.
+"""Without HSDP, what a hook of ``set_all_reduce_hook`` reads is freed while the hook's stream may still read it.
 
 The hook gets the output of the reduce-scatter and reduces it further, on a stream of its own. If the gradients are then
 cast from ``reduce_dtype``, or added to those of an earlier backward, nothing refers to the hook's input after the hook.
-On an accelerator its memory can be used for the next parameter group while the hook's collective still reads it. For
-its own all-reduce of HSDP, FSDP2 keeps the input until the next group is reduced.
+On an accelerator its memory can be used for the next parameter group while the hook's collective still reads it. With
+HSDP the hook gets the input of FSDP2's own all-reduce, which torch 2.13 keeps until the backward has ended.
 """
 
 import weakref

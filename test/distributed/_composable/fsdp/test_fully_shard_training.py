@@ -1183,7 +1183,7 @@ class TestFullyShardHSDP3DTraining(StacksMixin, FSDPTest):
         """HSDP with tensor parallelism on a three-dimensional mesh."""
         mesh = self._mesh(2, 2, 2, names=("dp_replicate", "dp_shard", "tp"))
         dp_mesh = mesh["dp_replicate", "dp_shard"]
-        self._check_stacks(mesh["tp"], dp_mesh, dp_mesh._flatten("dp"))
+        self._check_stacks(mesh["tp"], dp_mesh, dp_mesh._flatten("dp"), pairwise=True)
 
 
 class TestFullyShardHSDPTraining(TrainingMixin, FSDPTest):

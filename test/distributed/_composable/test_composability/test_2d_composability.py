@@ -116,7 +116,7 @@ class TestFullyShard2DTraining(StacksMixin, FSDPTest):
     def test_train_parity_2d_mlp(self):
         """Stacks of MLPs train with even, uneven and empty shards, and with activation checkpointing."""
         dp_mesh, tp_mesh = self._data_and_tensor(self.world_size // 2, 2)
-        self._check_stacks(tp_mesh, dp_mesh, dp_mesh, iterations=ITERATIONS)
+        self._check_stacks(tp_mesh, dp_mesh, dp_mesh, pairwise=True, iterations=ITERATIONS)
 
     @skip_if_lt_x_gpu(2)
     @subtests(other_dim=[False, True])

@@ -26,6 +26,12 @@ from .cases import (
 from .converter import DTensorConverter
 from .experts import ExpertLayer, ExpertParallel, Experts
 from .layers import MLPModule, MLPStacked, RMSNormPython
+from .local_tensors import (
+    LocalDTensorContinuousTestBase,
+    LocalDTensorOpTestBase,
+    LocalDTensorTestBase,
+    create_local_tensor_test_class,
+)
 from .transformer import Attention, FeedForward, ModelArgs, Transformer, TransformerBlock
 
 __getattr__ = upstream_names.complete(
