@@ -34,7 +34,7 @@ from torch_fsdp_tests.distributed._tensor.common_dtensor import DTensorOpTestBas
 from torch_fsdp_tests.fsdp import operators
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
-from torch_fsdp_tests.fsdp.operators import KNOWN, ROWS, Case, Row, distributed, part_of
+from torch_fsdp_tests.fsdp.operators import KNOWN, ROWS, Case, OperatorRow, distributed, part_of
 from torch_fsdp_tests.fsdp.references import of_all_ranks
 
 
@@ -56,7 +56,7 @@ class OperatorMixin(TestCase):
         if failed:
             raise self.failureException("\n".join([f"{len(failed)} cases differ from those of plain tensors", *failed]))
 
-    def _passes(self, row: Row, index: int, case: Case, mesh: DeviceMesh, failed: list[str]) -> bool:
+    def _passes(self, row: OperatorRow, index: int, case: Case, mesh: DeviceMesh, failed: list[str]) -> bool:
         try:
             return self._check_case(row, index, case, mesh)
         except self.failureException as error:
@@ -66,7 +66,7 @@ class OperatorMixin(TestCase):
             # Other ranks may be in a collective, so this rank cannot go on.
             raise self.failureException(f"{describe(row, case, mesh)} raises {error!r}") from error
 
-    def _check_case(self, row: Row, index: int, case: Case, mesh: DeviceMesh) -> bool:
+    def _check_case(self, row: OperatorRow, index: int, case: Case, mesh: DeviceMesh) -> bool:
         """False if DTensor refuses the case, as it documents."""
         plain = [operators.filled(word, case.sizes, seed=7 * index + at) for at, word in enumerate(row.inputs)]
         actual = [distributed(each, mesh, layout) for each, layout in zip(plain, case.layouts, strict=True)]
@@ -88,7 +88,7 @@ class OperatorMixin(TestCase):
             self._check_value(found[name], value, mesh, name)
         return True
 
-    def _computed(self, row: Row, case: Case, tensors: Sequence[torch.Tensor], spread: Any) -> dict[str, Any]:
+    def _computed(self, row: OperatorRow, case: Case, tensors: Sequence[torch.Tensor], spread: Any) -> dict[str, Any]:
         """The results, and the gradients of the tensors. ``spread`` makes the gradient of a result."""
         results = tree_leaves(row.call(*tensors, **case.args))
         outcome = {f"result {at}": result for at, result in enumerate(results)}
@@ -130,7 +130,7 @@ def _without_partial(value: Any) -> Any:
     return value
 
 
-def describe(row: Row, case: Case, mesh: DeviceMesh) -> str:
+def describe(row: OperatorRow, case: Case, mesh: DeviceMesh) -> str:
     tensors = [
         f"{operators.shape_of(word, case.sizes)} as {''.join(map(str, layout))}"
         for word, layout in zip(row.inputs, case.layouts, strict=True)
