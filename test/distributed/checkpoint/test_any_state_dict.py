@@ -231,7 +231,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A block, a layer that may be frozen, two layers that may share their weight, and one that a poor model lacks."""
+    """A block, a layer that may be frozen, two layers with one name as a prefix, and one that a poor model lacks."""
 
     def __init__(self, case: Case, seed: int, is_poor: bool) -> None:
         super().__init__()
@@ -239,16 +239,16 @@ class Net(nn.Module):
         self.statistics = Statistics(10 * seed)
         self.block: Any = Block(6 if case.wrapper == "TP" else 5)
         self.embed = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.head = nn.Linear(WIDTH, WIDTH)
+        self.embed_out = nn.Linear(WIDTH, WIDTH)
         self.aside = None if is_poor else nn.Linear(WIDTH, WIDTH, bias=False)
         manual_seed(0 if case.leaves_out else seed)
         self.still = nn.Linear(WIDTH, WIDTH).requires_grad_(not case.frozen)
         if case.tied:
-            self.head.weight = self.embed.weight
+            self.embed_out.weight = self.embed.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.still(self.embed(self.block(self.statistics(x))).tanh())
-        return self.head(x) + (0 if self.aside is None else self.aside(x))
+        return self.embed_out(x) + (0 if self.aside is None else self.aside(x))
 
 
 def wrapped(model: Net, wrapper: str) -> Any:
@@ -397,7 +397,7 @@ class TestAnyStateDict(FSDPTest):
         wanted = dict(other.state_dict())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # the argument is deprecated
-            for name in ("block.net2", "still", "statistics"):
+            for name in ("block.net2", "embed", "still", "statistics"):
                 state = get_model_state_dict(saved, submodules={below_saved[name]}, options=options)
                 below = {f"{name}.{key}": value for key, value in plain.get_submodule(name).state_dict().items()}
                 expected = below if keeps else {key.removeprefix(f"{name}."): value for key, value in below.items()}
