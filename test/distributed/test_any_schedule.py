@@ -50,7 +50,7 @@ REQUESTS = {
 
 
 def is_valid(
-    schedule: str, per_rank: int, wrap: str, ranks: str, requests: str, between: str, has_shapes: bool
+    schedule: str, per_rank: int, wrap: str, ranks: str, requests: str, between: str, microbatches: int, **others: Any
 ) -> bool:
     """Whether torch supports the combination. The known defects are tested elsewhere.
 
@@ -60,6 +60,7 @@ def is_valid(
     return all(
         (
             per_rank == 2 if schedule in V_SHAPED else schedule in LOOPED or per_rank == 1,
+            microbatches >= MICROBATCHES or schedule not in ("Schedule1F1B", "ScheduleDualPipeV"),
             not (wrap == "FSDP2 that reshards" and schedule in SPLIT_BACKWARD),
             # In eval, a stage that passes activations to one on the same rank still asks for their gradients.
             not (between == "eval" and (has_neighbors or schedule in V_SHAPED)),
@@ -86,9 +87,10 @@ class TestAnySchedule(PipelineMixin, FSDPTest):
         ranks=["of data", "of the pipeline"],
         requests=list(REQUESTS),
         between=["update", "accumulate", "eval"],
+        microbatches=[MICROBATCHES, 6, 3, 1],
         has_shapes=[True, False],
     )
-    def test_two_steps(self, schedule, per_rank, wrap, ranks, requests, between, has_shapes):
+    def test_two_steps(self, schedule, per_rank, wrap, ranks, requests, between, microbatches, has_shapes):
         """Outputs, losses, gradients and parameters of two steps equal those of the plain model.
 
         Between the steps, parameters are updated, gradients are kept, or the pipeline runs forward alone. The two ranks
@@ -106,13 +108,14 @@ class TestAnySchedule(PipelineMixin, FSDPTest):
             functools.partial(WRAPS[wrap], mesh=mesh["data"]),
             torch.float32 if has_shapes else None,
             per_rank=per_rank,
+            microbatches=microbatches,
             scale_grads=between != "accumulate",  # see the defect pipeline_accumulated_gradients_are_scaled_again
         )
         self._seed(self.rank if is_data else 0)
         averaged = mesh.get_group("data") if wrap != "nothing" else None
         losses = [torch.zeros(())]  # a list with the loss of another step
         for number, (with_losses, with_outputs) in enumerate(REQUESTS[requests]):
-            batch = self._batch()
+            batch = self._batch(microbatches)
             self._check_step(pipeline, plain, batch, losses if with_losses else None, with_outputs)
             if number == 0 and between == "accumulate":
                 continue
@@ -120,7 +123,7 @@ class TestAnySchedule(PipelineMixin, FSDPTest):
                 average_gradients(plain, averaged)
             if between == "accumulate":
                 for param in plain.parameters():
-                    param.grad.mul_(MICROBATCHES)
+                    param.grad.mul_(microbatches)
             self._check_parts(pipeline)
             self._update(plain, pipeline.modules)
             if between == "eval":

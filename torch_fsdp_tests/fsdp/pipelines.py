@@ -60,9 +60,9 @@ def microbatched(model: nn.Module, batch: Batch) -> torch.Tensor:
     The gradients are accumulated, divided by the number of microbatches as schedules do by default.
     """
     losses = []
-    for inp, target in zip(*(each.chunk(MICROBATCHES) for each in batch), strict=True):
+    for inp, target in zip(*(each.split(ROWS) for each in batch), strict=True):
         loss = loss_fn(model(inp), target)
-        (loss / MICROBATCHES).backward()
+        (loss * ROWS / len(batch[0])).backward()
         losses.append(loss.detach())
     return torch.stack(losses)
 
@@ -121,6 +121,7 @@ class Pipeline:
         wrap: Callable[[Any], Any],
         boundary_dtype: torch.dtype | None = torch.float32,
         per_rank: int = 2,
+        microbatches: int = MICROBATCHES,
         **kwargs: Any,
     ) -> None:
         if schedule in V_SHAPED:
@@ -141,7 +142,7 @@ class Pipeline:
         ]
         arguments = {"loss_fn": loss_fn, **kwargs}
         stages: Any = self.stages[0] if schedule in SINGLE else self.stages
-        self.schedule = getattr(pipelining, schedule)(stages, MICROBATCHES, **arguments)
+        self.schedule = getattr(pipelining, schedule)(stages, microbatches, **arguments)
         self._rank_of_last = size - 1 if schedule not in V_SHAPED else 0
 
     def step(self, batch: Batch, **kwargs: Any) -> torch.Tensor:
@@ -189,8 +190,8 @@ class PipelineMixin(TrainingMixin):
         """Two pipelines of two ranks."""
         return self._mesh(2, 2, names=("data", "pipeline"))
 
-    def _batch(self) -> Batch:
-        inp, target = (self._inputs(MICROBATCHES * ROWS, DIM) for _ in range(2))
+    def _batch(self, microbatches: int = MICROBATCHES) -> Batch:
+        inp, target = (self._inputs(microbatches * ROWS, DIM) for _ in range(2))
         return inp, target
 
     def _check_trains(
