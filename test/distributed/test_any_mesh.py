@@ -120,8 +120,8 @@ class Program:
         self.root = self._random.choice(ROOTS)
         self.names = tuple(self._random.sample(NAMES[:5], self.root.ndim))
         self.steps: list[Step] = []
-        self._flattened: dict[str, Plain] = {}  # a root remembers these by their names
-        self._made = [self.whole()]
+        self.flattened: dict[str, Plain] = {}  # a root remembers these by their names
+        self.made = [self.whole()]  # to the first rank
         kinds = [self._slice, self._flatten]
         if torch_facts.CONCATENATES_MESHES:
             kinds.append(self._concatenate)
@@ -131,7 +131,7 @@ class Program:
             step = self._random.choice(kinds)()
             if step is not None:
                 self.steps.append(step)
-                self._made.append(step.of_plain(*(self._made[source] for source in step.sources), 0))
+                self.made.append(step.of_plain(*(self.made[source] for source in step.sources), 0))
 
     def __str__(self) -> str:
         lines = [f"mesh 0 is {self.root.tolist()} named {self.names}"]
@@ -160,12 +160,14 @@ class Program:
         return made
 
     def _pick(self) -> tuple[int, Plain]:
-        number = self._random.randrange(len(self._made))
-        return number, self._made[number]
+        """Choose a mesh, more often one with several dimensions, of which more can be made."""
+        weights = [plain.positions.ndim**2 for plain in self.made]
+        number = self._random.choices(range(len(self.made)), weights)[0]
+        return number, self.made[number]
 
     def _slice(self) -> Step | None:
         number, plain = self._pick()
-        if number == 0 and self._flattened and self._random.random() < 0.5:
+        if number == 0 and self.flattened and self._random.random() < 0.5:
             return self._slice_of_flattened()
         kept = sorted(self._random.sample(range(len(plain.names)), self._random.randint(1, len(plain.names))))
         names = tuple(plain.names[dim] for dim in kept)
@@ -178,7 +180,7 @@ class Program:
 
     def _slice_of_flattened(self) -> Step:
         """A root can also be sliced by the names of what was flattened."""
-        name = self._random.choice([*self._flattened])
+        name = self._random.choice([*self.flattened])
         sources = next(step for step in self.steps if step.words.endswith(f"._flatten() to {name}")).sources
         return Step(
             f"0[{name}] of {sources[0]}",
@@ -192,12 +194,12 @@ class Program:
         given = self._random.choice([None, *NAMES])
         name = given or "_".join(plain.names)
         if plain.names != (name,):
-            known = self._flattened.get(name, plain.flattened(name))
-            others = {each for made in self._made for each in made.names} - self._flattened.keys()
-            # A name that is in use raises, or is mixed up: see test_names_used_again.
+            known = self.flattened.get(name, plain.flattened(name))
+            others = {each for made in self.made for each in made.names} - self.flattened.keys()
+            # The first raises: see _check_names. Dimensions with the other names would be mixed up.
             if known != plain.flattened(name) or name in others:
                 return None
-            self._flattened[name] = known
+            self.flattened[name] = known
         return Step(
             f"{number}._flatten() to {name}",
             (number,),
@@ -210,7 +212,7 @@ class Program:
         dim = self._random.randrange(len(plain.names))
         size = plain.positions.shape[dim]
         first = self._random.choice([each for each in range(1, size + 1) if size % each == 0])
-        free = [name for name in NAMES if name not in plain.names and name not in self._flattened]
+        free = [name for name in NAMES if name not in plain.names and name not in self.flattened]
         if len(free) < 2:
             return None
         names = tuple(self._random.sample(free, 2))
@@ -224,16 +226,26 @@ class Program:
         )
 
     def _concatenate(self) -> Step | None:
-        (one, plain), (two, other) = self._pick(), self._pick()
-        both = plain.beside(other, 0)
-        fits = both.positions.min() >= 0 and both.positions.max() < self.root.size and both.is_orthogonal
-        if not fits or {*plain.names} & {*other.names}:
+        """Some dimensions of a mesh and some others, of the same mesh or of another one."""
+        sources = self._pick(), self._pick()
+        (one, plain), (two, other) = (sources[0], sources[self._random.random() < 0.5])
+        names = self._random.sample(plain.names, self._random.randint(1, len(plain.names)))
+        first = tuple(name for name in plain.names if name in names)
+        second = tuple(name for name in other.names if name not in names)
+        if not second or not all(each.sliced(kept, 0).ascends for each, kept in ((plain, first), (other, second))):
+            return None
+
+        def both(source: Plain, last: Plain, mine: int) -> Plain:
+            return source.sliced(first, mine).beside(last.sliced(second, mine), mine)
+
+        made = both(plain, other, 0)
+        if made.positions.min() < 0 or made.positions.max() >= self.root.size or not made.is_orthogonal:
             return None
         return Step(
-            f"_concatenate({one}, {two})",
+            f"_concatenate({one}[{first}], {two}[{second}])",
             (one, two),
-            lambda mesh, other: DeviceMesh._concatenate([mesh, other]),
-            lambda source, other, mine: source.beside(other, mine),
+            lambda mesh, last: DeviceMesh._concatenate([mesh[first], last[second]]),
+            both,
         )
 
 
@@ -283,6 +295,7 @@ class TestAnyMesh(MultiProcessTestCase):
                         self.assertEqual(members.setdefault(group.group_name, [*inside]), inside, "groups of one name")
                 if rank == chosen[-1]:
                     self._check_equality(meshes, expected, program)
+                    self._check_names(meshes, program)
 
     def _check_mesh(self, mesh: DeviceMesh, plain: Plain, ranks: np.ndarray, mine: int) -> None:
         positions, rank = plain.positions, int(ranks[mine])
@@ -310,6 +323,14 @@ class TestAnyMesh(MultiProcessTestCase):
         if mesh.ndim > 1 and not Plain(positions.transpose(), backwards).ascends:
             with self.assertRaisesRegex(KeyError, "ascending order"):
                 mesh[backwards]
+
+    def _check_names(self, meshes: Sequence[DeviceMesh], program: Program) -> None:
+        """The name of a flattened mesh cannot be given to other ranks."""
+        for name, known in program.flattened.items():
+            for mesh, plain in zip(meshes, program.made, strict=True):
+                if plain.names != (name,) and plain.flattened(name) != known:
+                    with self.assertRaisesRegex(ValueError, "has been created before"):
+                        mesh._flatten(name)
 
     def _check_equality(self, meshes: Sequence[DeviceMesh], plain: Sequence[Plain], program: Program) -> None:
         """Meshes are equal if and only if their ranks and names are, also those of another run of the program."""

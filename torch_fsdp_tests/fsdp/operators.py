@@ -117,8 +117,8 @@ def _is_biased(case: Case) -> bool:
     return any(case.shards(0, dim) for dim in (0, 2))
 
 
-def _counts_rows_from_the_end(case: Case) -> bool:
-    return case.args.get("dim") == -2 and case.shards(0, 0)
+def _counts_from_the_end(case: Case) -> bool:
+    return case.args.get("dim", 0) < 0 and any(case.shards(0, dim) for dim in range(3))
 
 
 POINTWISE = [
@@ -218,7 +218,7 @@ REDUCING = [
         args=({}, *DIM),
         has_gradient=False,
         hangs_if_empty=True,
-        without=_counts_rows_from_the_end,
+        without=_counts_from_the_end,
     ),
     row(
         "argmin",
@@ -227,7 +227,7 @@ REDUCING = [
         args=({}, *DIM),
         has_gradient=False,
         hangs_if_empty=True,
-        without=_counts_rows_from_the_end,
+        without=_counts_from_the_end,
     ),
     row("any", torch.any, "?ab", args=({}, *DIM), has_gradient=False),
     row("all", torch.all, "?ab", args=({}, *DIM), has_gradient=False),
@@ -386,6 +386,7 @@ VIEWS = [
         "abc",
         args=({"dim": 0, "index": 0}, {"dim": 1, "index": -1}, {"dim": -1, "index": 1}),
         is_thorough=True,
+        without=_counts_from_the_end,
     ),
     row(
         "slice",
@@ -726,6 +727,11 @@ KNOWN: Sequence[Known] = [
         "argmax and argmin raise if the sharded dimension is given as -2: they gather along it (_nonlinear_redux.py)",
         row("argmax", lambda x: torch.argmax(x, -2), "ab", has_gradient=False),
         (_S0,),
+    ),
+    Known(
+        "backward of select shifts all shards if its dimension counts from the end (select_backward_strategy)",
+        row("select", lambda x: torch.select(x, -1, 1), "abc"),
+        (_S1,),
     ),
     Known(
         "index_put takes a mask for indices into one dimension (_tensor_ops.py), so Rprop raises",

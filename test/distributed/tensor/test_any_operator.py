@@ -45,20 +45,20 @@ class OperatorMixin(TestCase):
         for index, row in enumerate(ROWS[kind], seed_of_run()):
             wanted = operators.enough(kind, row, index, mesh)
             accepted = tried = 0
-            for group in operators.cases(row, index, mesh, TEST_WITH_SLOW):
+            for number, group in enumerate(operators.cases(row, index, mesh, TEST_WITH_SLOW), index):
                 if accepted == wanted and not TEST_WITH_SLOW:
                     break
                 tried += 1
-                passed = [self._passes(row, index, case, mesh, failed) for case in group]
+                passed = [self._passes(row, number, case, mesh, failed) for case in group]
                 accepted += any(passed)
             if tried and not accepted:
                 failed.append(f"{row.name}: DTensor accepts no case")
         if failed:
             raise self.failureException("\n".join([f"{len(failed)} cases differ from those of plain tensors", *failed]))
 
-    def _passes(self, row: OperatorRow, index: int, case: Case, mesh: DeviceMesh, failed: list[str]) -> bool:
+    def _passes(self, row: OperatorRow, number: int, case: Case, mesh: DeviceMesh, failed: list[str]) -> bool:
         try:
-            return self._check_case(row, index, case, mesh)
+            return self._check_case(row, number, case, mesh)
         except self.failureException as error:
             failed.append(f"{describe(row, case, mesh)}: {error}")
             return True
@@ -66,9 +66,9 @@ class OperatorMixin(TestCase):
             # Other ranks may be in a collective, so this rank cannot go on.
             raise self.failureException(f"{describe(row, case, mesh)} raises {error!r}") from error
 
-    def _check_case(self, row: OperatorRow, index: int, case: Case, mesh: DeviceMesh) -> bool:
-        """False if DTensor refuses the case, as it documents."""
-        plain = [operators.filled(word, case.sizes, seed=7 * index + at) for at, word in enumerate(row.inputs)]
+    def _check_case(self, row: OperatorRow, number: int, case: Case, mesh: DeviceMesh) -> bool:
+        """False if DTensor refuses the case, as it documents. ``number`` chooses values and layouts of gradients."""
+        plain = [operators.filled(word, case.sizes, seed=7 * number + at) for at, word in enumerate(row.inputs)]
         actual = [distributed(each, mesh, layout) for each, layout in zip(plain, case.layouts, strict=True)]
         for word, whole, tensor in zip(row.inputs, plain, actual, strict=True):
             is_trained = row.has_gradient and operators.is_trained(word)
@@ -76,7 +76,7 @@ class OperatorMixin(TestCase):
             tensor.requires_grad_(is_trained)
         expected = self._computed(row, case, plain, lambda seed, result: seed)
         try:
-            found = self._computed(row, case, actual, lambda seed, result: self._spread(seed, result, mesh, index))
+            found = self._computed(row, case, actual, lambda seed, result: self._spread(seed, result, mesh, number))
         except RuntimeError as error:
             if row.refuses and re.search(row.refuses, str(error)):
                 return False
@@ -104,9 +104,9 @@ class OperatorMixin(TestCase):
             outcome |= {f"gradient {at}": grad for at, grad in enumerate(grads)}
         return outcome
 
-    def _spread(self, seed: torch.Tensor, result: DTensor, mesh: DeviceMesh, index: int) -> DTensor:
+    def _spread(self, seed: torch.Tensor, result: DTensor, mesh: DeviceMesh, number: int) -> DTensor:
         """The gradient of a result has its layout, or is replicated."""
-        everywhere = index % 2 == 1
+        everywhere = number % 2 == 1
         layout = tuple(Replicate() if everywhere or each.is_partial() else each for each in result.placements)
         return distributed(seed, mesh, layout)
 
