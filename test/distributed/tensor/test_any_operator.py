@@ -181,8 +181,9 @@ LOGITS = {
 }
 
 
-def is_loss_parallel(layout: str, sizes: str, is_cube: bool, reduction: str, ignore_index: int, **others: Any) -> bool:
+def is_loss_parallel(layout: str, sizes: str, is_cube: bool, counted: tuple[str, int], **others: Any) -> bool:
     """Whether torch documents that it has the loss, and whether there is one: the mean of no values is not a number."""
+    reduction, ignore_index = counted
     has_columns = is_cube or layout != "columns, classes"
     return has_columns and (reduction != "mean" or (layout == "classes" and (sizes, ignore_index) != ("small", 0)))
 
@@ -200,11 +201,12 @@ class TestLossParallel(OperatorMixin, DTensorTestBase):
         layout=list(LOGITS),
         sizes=list(operators.SIZES),
         is_cube=[False, True],
-        reduction=["mean", "sum", "none"],
-        ignore_index=[-100, 0],
+        counted=[(reduction, index) for reduction in ("mean", "sum", "none") for index in (-100, 0)],
         weighted=[False, True],
     )
-    def test_cross_entropy(self, layout, sizes, is_cube, reduction, ignore_index, weighted):
+    def test_cross_entropy(self, layout, sizes, is_cube, counted, weighted):
+        reduction, ignore_index = counted
+
         def loss(x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             chosen = weight if weighted else None
             return F.cross_entropy(x, target, chosen, reduction=reduction, ignore_index=ignore_index)
