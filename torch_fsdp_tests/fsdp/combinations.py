@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -16,13 +17,16 @@ Values = Sequence[Any] | Callable[[], Sequence[Any]]
 
 
 def pairwise_cases(
-    config: Mapping[str, Sequence[Any]], valid: Callable[..., bool] = lambda **case: True
+    config: Mapping[str, Sequence[Any]],
+    valid: Callable[..., bool] = lambda **case: True,
+    among: int | None = None,
 ) -> list[dict[str, Any]]:
     """Select valid combinations so that each pair of values occurs. If slow tests run, return all of them.
 
     ``config`` has the values of each parameter, as for ``run_subtests``; ``valid`` takes a combination by keyword.
     Defects of this code have depended on two values at once, and all combinations would take minutes. The selection is
-    greedy, and the same on all ranks.
+    greedy, and the same on all ranks. With ``among``, only so many valid combinations are considered, which a fixed
+    seed chooses: many parameters have too many combinations to compare.
     """
 
     def case_of(indices: tuple[int, ...]) -> dict[str, Any]:
@@ -35,9 +39,13 @@ def pairwise_cases(
         pairs_of_values = itertools.combinations(enumerate(indices), 2)
         return sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs_of_values)
 
-    every = [
-        indices for indices in itertools.product(*map(range, map(len, config.values()))) if valid(**case_of(indices))
-    ]
+    sizes = [len(values) for values in config.values()]
+    if among is None:
+        every = [indices for indices in itertools.product(*map(range, sizes)) if valid(**case_of(indices))]
+    else:
+        generator = random.Random(among)
+        drawn = (tuple(map(generator.randrange, sizes)) for _ in itertools.count())
+        every = list(itertools.islice((indices for indices in drawn if valid(**case_of(indices))), among))
     if TEST_WITH_SLOW or len(config) < 2:
         return [case_of(indices) for indices in every]
     pairs_of = {indices: pairs(indices) for indices in every}
@@ -57,19 +65,24 @@ def one_by_one(cases: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Sequenc
 
 
 def subtests(
-    *, pairwise: bool = False, valid: Callable[..., bool] = lambda **case: True, **config: Values
+    *,
+    pairwise: bool = False,
+    among: int | None = None,
+    valid: Callable[..., bool] = lambda **case: True,
+    **config: Values,
 ) -> Callable[[Test], Test]:
     """Run a test method for every combination of its parameters' values that is ``valid``, each as a subtest.
 
-    If ``pairwise``, it is run only for the combinations that :func:`pairwise_cases` selects. Subtests share their
-    ranks, as with ``run_subtests``. If values are known only inside a rank, pass a function without arguments that
-    returns them. Use it as the innermost decorator. Other parameters of the method, such as ``device``, are passed on.
+    If ``pairwise``, it is run only for the combinations that :func:`pairwise_cases` selects ``among`` some or all.
+    Subtests share their ranks, as with ``run_subtests``. If values are known only inside a rank, pass a function
+    without arguments that returns them. Use it as the innermost decorator. Other parameters of the method, such as
+    ``device``, are passed on.
     """
 
     def cases() -> list[dict[str, Any]]:
         known = {name: values() if callable(values) else values for name, values in config.items()}
         if pairwise:
-            return pairwise_cases(known, valid)
+            return pairwise_cases(known, valid, among)
         combinations = (dict(zip(known, values)) for values in itertools.product(*known.values()))
         return [case for case in combinations if valid(**case)]
 

@@ -19,10 +19,12 @@ from torch_fsdp_tests.fsdp.references import average_gradients
 from torch_fsdp_tests.fsdp.training import Loop, TrainingMixin, check_parity, shard_each
 from torch_fsdp_tests.installed_torch import torch_facts
 
-SINGLE = ["ScheduleGPipe", "Schedule1F1B"]  # one stage per rank; the other schedules have two
+SINGLE = ["ScheduleGPipe", "Schedule1F1B"]  # one stage per rank; the others have two by default
 LOOPED = ["ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble"]
 V_SHAPED = ["ScheduleZBVZeroBubble", "ScheduleDualPipeV"]
 SCHEDULES = [*SINGLE, *LOOPED, *V_SHAPED]
+# These compute the gradients of inputs and of parameters separately.
+SPLIT_BACKWARD = ["ScheduleInterleavedZeroBubble", *V_SHAPED]
 
 DIM = 4
 BLOCKS = 4
@@ -58,9 +60,9 @@ def microbatched(model: nn.Module, batch: Batch) -> torch.Tensor:
     The gradients are accumulated, divided by the number of microbatches as schedules do by default.
     """
     losses = []
-    for inp, target in zip(*(each.chunk(MICROBATCHES) for each in batch), strict=True):
+    for inp, target in zip(*(each.split(ROWS) for each in batch), strict=True):
         loss = loss_fn(model(inp), target)
-        (loss / MICROBATCHES).backward()
+        (loss * ROWS / len(batch[0])).backward()
         losses.append(loss.detach())
     return torch.stack(losses)
 
@@ -95,19 +97,20 @@ def shard_stage(stage: Any, **kwargs: Any) -> Any:
     return shard_each(units_of(stage), **{"reshard_after_forward": False, **kwargs})
 
 
-def indices_of(schedule: str, rank: int, size: int) -> list[int]:
-    """The indices of the stages of a rank."""
+def indices_of(schedule: str, rank: int, size: int, per_rank: int = 2) -> list[int]:
+    """The indices of the stages of a rank, of which schedules in loops have any number."""
     if schedule in SINGLE:
         return [rank]
-    return [rank, 2 * size - 1 - rank if schedule in V_SHAPED else rank + size]
+    return [rank, 2 * size - 1 - rank] if schedule in V_SHAPED else [rank + size * index for index in range(per_rank)]
 
 
 class Pipeline:
     """A plain model that is split into stages on the ranks of a group, under one of the ``SCHEDULES``.
 
     ``wrap`` parallelizes a copy of each stage and returns it. ``boundary_dtype`` is the dtype of all inputs and outputs
-    of stages except the pipeline's input. With None the stages infer dtypes and shapes. Other arguments go to the
-    schedule. The test is skipped if the installed PyTorch cannot run the schedule with any backend.
+    of stages except the pipeline's input. With None the stages infer dtypes and shapes. ``per_rank`` is the number of
+    stages of a rank in one of the ``LOOPED`` schedules. Other arguments go to the schedule. The test is skipped if the
+    installed PyTorch cannot run the schedule with any backend.
     """
 
     def __init__(
@@ -117,13 +120,15 @@ class Pipeline:
         group: dist.ProcessGroup,
         wrap: Callable[[Any], Any],
         boundary_dtype: torch.dtype | None = torch.float32,
+        per_rank: int = 2,
+        microbatches: int = MICROBATCHES,
         **kwargs: Any,
     ) -> None:
         if schedule in V_SHAPED:
             skip_unless([torch_facts.PIPELINES_SEND_NOTHING_TO_THEMSELVES.lacks])
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         self.group = group
-        self.indices = indices_of(schedule, rank, size)
+        self.indices = indices_of(schedule, rank, size, per_rank)
         self.num_stages = size * len(self.indices)
         length = len(plain) // self.num_stages
         self.parts = [plain[index * length : (index + 1) * length] for index in self.indices]
@@ -137,7 +142,7 @@ class Pipeline:
         ]
         arguments = {"loss_fn": loss_fn, **kwargs}
         stages: Any = self.stages[0] if schedule in SINGLE else self.stages
-        self.schedule = getattr(pipelining, schedule)(stages, MICROBATCHES, **arguments)
+        self.schedule = getattr(pipelining, schedule)(stages, microbatches, **arguments)
         self._rank_of_last = size - 1 if schedule not in V_SHAPED else 0
 
     def step(self, batch: Batch, **kwargs: Any) -> torch.Tensor:
@@ -185,8 +190,8 @@ class PipelineMixin(TrainingMixin):
         """Two pipelines of two ranks."""
         return self._mesh(2, 2, names=("data", "pipeline"))
 
-    def _batch(self) -> Batch:
-        inp, target = (self._inputs(MICROBATCHES * ROWS, DIM) for _ in range(2))
+    def _batch(self, microbatches: int = MICROBATCHES) -> Batch:
+        inp, target = (self._inputs(microbatches * ROWS, DIM) for _ in range(2))
         return inp, target
 
     def _check_trains(

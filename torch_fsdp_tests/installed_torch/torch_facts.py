@@ -331,6 +331,9 @@ KEEPS_PARTIAL = Fact((2, 13), "can redistribute a partial DTensor to the same pl
 TAKES_GRADIENT_PLACEMENTS_OF_LOCAL_TENSORS = Fact((2, 13), "lets DTensor.from_local take grad_placements")
 KEEPS_PLACEMENTS_OF_UNEVEN_COLUMNS = Fact((2, 13), "keeps the placements of a gradient of unevenly sharded columns")
 REPLICAS_KEEP_REQUIRES_GRAD = Fact((2, 13), "keeps requires_grad when distribute_module replicates a parameter")
+CONCATENATES_MESHES = Fact(
+    (2, 10), "can concatenate DeviceMeshes", _has("torch.distributed.device_mesh", "DeviceMesh._concatenate")
+)
 UNFLATTENS_MESHES = Fact((2, 13), "can unflatten a dimension of a DeviceMesh")
 NORMALIZES_STRIDED_DIMS = Fact((2, 13), "can redistribute to a strided shard of a negative dimension")
 VIEWS_SHARDED_DIMS_AS_ONE = Fact((2, 13), "can view several sharded dimensions of a DTensor as one")
@@ -378,6 +381,11 @@ PIPELINES_TRAIN_AFTER_EVAL = Fact(
 )
 REDUCES_GRADIENTS_BY_ACTION = Fact(
     (2, 10), "has the pipeline action REDUCE_GRAD", _has(_PIPELINING + "schedules", "_ComputationType.REDUCE_GRAD")
+)
+CAN_LEAVE_OUT_PIPELINE_OUTPUTS = Fact(
+    (2, 10),
+    "can leave out the outputs of a pipeline's step",
+    _takes(_PIPELINING + "schedules", "PipelineScheduleSingle.step", "return_outputs"),
 )
 WAITS_FOR_GRADIENTS_BY_ACTION = Fact(
     (2, 15),

@@ -31,27 +31,8 @@ from torch_fsdp_tests.fsdp import internals
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.seeded import filled
-from torch_fsdp_tests.fsdp.shards import chunk_of
+from torch_fsdp_tests.fsdp.shards import by_hand, chunk_of, strided
 from torch_fsdp_tests.installed_torch import torch_facts
-
-
-def strided(dim: int, parts: int) -> Placement:
-    """The placement of a mesh dimension that shards after another one has split the tensor into ``parts``."""
-    return internals.strided_shard()(dim, split_factor=parts)
-
-
-def by_hand(shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement]) -> list[list[int]]:
-    """For each dimension of a tensor of this shape, the indices of this rank's local shard."""
-    is_strided = [isinstance(placement, internals.strided_shard()) for placement in placements]
-    # Mesh dimensions shard in order. Those with strided placements follow all others, in reverse order.
-    order = [dim for dim, late in enumerate(is_strided) if not late]
-    order += [dim for dim in reversed(range(mesh.ndim)) if is_strided[dim]]
-    indices = [torch.arange(size) for size in shape]
-    for dim in order:
-        if not placements[dim].is_replicate():
-            cut = placements[dim].dim
-            indices[cut] = chunk_of(indices[cut], mesh.get_local_rank(dim), mesh.size(dim))
-    return [each.tolist() for each in indices]
 
 
 class LayoutMixin(DTensorTestBase):

@@ -95,6 +95,30 @@ class TestFullyShardShardPlacementFn(InitTest):
                 for param in (*ref_layer.parameters(), *layer.parameters()):
                     param.sub_(param.grad, alpha=0.01)
 
+    @needs_mesh_per_parameter
+    @skip_if_lt_x_gpu(1)
+    @subtests(waits_later=[False, True], on_inner_mesh=["bias", "weight"])
+    def test_unshard_with_two_meshes(self, waits_later, on_inner_mesh):
+        """``unshard`` gathers the parameters of both meshes, and ``reshard`` frees both."""
+        inner = make_mesh(2, 4, names=("outer", "inner"))["inner"]
+        info = internals.fsdp2_common.FSDPMeshInfo(inner, shard_mesh_dim=0)
+        ref_layer, layer = (filled(nn.Linear(5, 7, device=self.device)) for _ in range(2))
+        chosen = layer.get_parameter(on_inner_mesh)
+
+        def placed(param: nn.Parameter) -> Any:
+            return internals.fsdp2_common.ShardPlacementResult(Shard(0), info) if param is chosen else None
+
+        fully_shard(layer, mesh=make_mesh(self.world_size), shard_placement_fn=placed)
+        for _ in range(2):
+            handle = layer.unshard(async_op=waits_later)
+            if waits_later:
+                handle.wait()
+            for name, param in ref_layer.named_parameters():
+                self.assertEqual(layer.get_parameter(name).detach(), param.detach(), name, rtol=0, atol=0)
+            layer.reshard()
+            self.assertEqual(layer.get_parameter(on_inner_mesh).device_mesh, inner)
+            check_sharded_parity(self, ref_layer, layer)
+
 
 if __name__ == "__main__":
     run_tests()

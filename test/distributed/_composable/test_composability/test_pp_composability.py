@@ -33,7 +33,7 @@ from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.optimizers import ShardAdamW, fused_on_host
 from torch_fsdp_tests.fsdp.pipelines import (
     SCHEDULES,
-    V_SHAPED,
+    SPLIT_BACKWARD,
     Batch,
     Pipeline,
     PipelineMixin,
@@ -47,8 +47,6 @@ from torch_fsdp_tests.fsdp.seeded import filled
 from torch_fsdp_tests.fsdp.training import ITERATIONS, Loop, check_parity, optimizers, replicate_each
 from torch_fsdp_tests.installed_torch import torch_facts
 
-# These compute the gradients of inputs and of parameters separately.
-SPLIT_BACKWARD = ["ScheduleInterleavedZeroBubble", *V_SHAPED]
 FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
