@@ -22,7 +22,7 @@ from torch_fsdp_tests import extension, settings
 if TYPE_CHECKING:
     import unittest
 
-# Of a test that does not set its own number, on the CPU. The dispatcher lends a file at most as many devices.
+# Of a test that does not set its own number, on the CPU. The dispatcher assigns a file at most as many devices.
 USUAL = 4
 FEW = 2  # on the CPU, of a test for which a few ranks are enough
 

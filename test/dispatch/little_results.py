@@ -28,7 +28,7 @@ def a_test(name: str, outcome: State = State.PASSED, **more: Any) -> dict[str, A
 
 def a_file(name: str, *tests: dict[str, Any], **more: Any) -> dict[str, Any]:
     """A file in the format of ``report.json``."""
-    file = report._file(Results(RUN), file_of(name=name, ended=9.5, lent=(0,)))
+    file = report._file(Results(RUN), file_of(name=name, ended=9.5, assigned=(0,)))
     failed = any(State(test["outcome"]).is_bad for test in tests)
     return file | {"estimate": 3.0, "tests": list(tests), "failed": failed, **more}
 

@@ -184,25 +184,25 @@ class TestDevices(FolderCase):
     def test_a_device_without_a_variable_is_lent_whole_or_not_at_all(self):
         with self.declared({"foo": Vendor("foo", count_devices=lambda: 3)}):
             device_set = find("foo", None, {})
-            self.assertTrue(device_set.is_lent_whole)
+            self.assertTrue(device_set.is_assigned_whole)
             self.assertIn("each file gets all 3 of them, one file at a time", device_set.remark or "")
             self.assertEqual(device_set.environment((0, 1, 2)), {})
             with self.assertRaisesRegex(ConfigurationError, "--devices: .* gets all of them or none"):
                 find("foo", ("0",), {})
         with self.declared({}):  # an extension that torch imports may define this device
             unknown = find("foo", None, {})
-        self.assertFalse(unknown.is_lent_whole)
-        self.assertIn("none are lent", unknown.remark or "")
+        self.assertFalse(unknown.is_assigned_whole)
+        self.assertIn("none are assigned", unknown.remark or "")
 
     def test_variables_of_every_job(self):
-        """A job gets the vendor's variables, unless the caller has set them, whatever is lent."""
+        """A job gets the vendor's variables, unless the caller has set them, whatever is assigned."""
         foo = Vendor("foo", ("FOO_VISIBLE",), lambda: 2, environment={"FOO_QUIET": "1"})
         with self.declared({"foo": foo}):
             device_set = find("foo", None, {})
             self.assertEqual(device_set.environment((1,)), {"FOO_QUIET": "1", "FOO_VISIBLE": "1"})
             self.assertEqual(find("foo", None, {"FOO_QUIET": "0"}).environment((1,)), {"FOO_VISIBLE": "1"})
         shared = device_set.shared()  # files that run at a time see all devices
-        self.assertEqual((shared.lendable, shared.is_lent_whole), (0, False))
+        self.assertEqual((shared.assignable, shared.is_assigned_whole), (0, False))
         self.assertEqual(shared.environment(()), {"FOO_QUIET": "1", "FOO_VISIBLE": "0,1"})
 
     def test_a_package_that_declares_no_vendor(self):

@@ -386,11 +386,11 @@ class TestDevices(TreeCase):
         held: set[str] = set()
         widths: list[int] = []
         for _, what, names in sorted(line.split() for line in log.read_text().splitlines()):
-            lent = set(names.split(","))
-            self.assertEqual(lent & held, set() if what == "+" else lent)
-            held = held | lent if what == "+" else held - lent
+            assigned = set(names.split(","))
+            self.assertEqual(assigned & held, set() if what == "+" else assigned)
+            held = held | assigned if what == "+" else held - assigned
             self.assertLessEqual(held, {"3", "4", "5", "6"})
-            widths += [len(lent)] * (what == "+")
+            widths += [len(assigned)] * (what == "+")
         self.assertEqual(sorted(widths), [1, 1, 2, 2, 3, 4])
 
     def test_files_that_share_the_devices(self):

@@ -30,7 +30,7 @@ from torch_fsdp_tests.device import accelerator
 from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.ranks import (
     Assignment,
-    Belongings,
+    ProcessBaseline,
     RankGroup,
     RanksErred,
     RanksFailed,
@@ -174,7 +174,7 @@ def named_leaks(assignment: Assignment) -> Iterator[None]:
 
     Threads cannot be ended, so a rank with threads left runs no further test.
     """
-    belongings = Belongings()
+    baseline = ProcessBaseline()
     outputs = sys.stdout, sys.stderr
     changes: list[str] = []
     try:
@@ -185,14 +185,14 @@ def named_leaks(assignment: Assignment) -> Iterator[None]:
             system.flush_outputs()
             open_outputs()
             changes.append("left sys.stdout or sys.stderr closed or replaced")
-        threads = belongings.new_threads()
+        threads = baseline.new_threads()
         if threads:
             assignment.leave()
         for leak in (
             *changes,
             *(f"left the thread {thread.name!r} running" for thread in threads),
-            *(f"left the process {command} running" for command in belongings.end_new_children()),
-            *(f"left in shared memory: {name}" for name in belongings.end_tracked_files()),
+            *(f"left the process {command} running" for command in baseline.end_new_children()),
+            *(f"left in shared memory: {name}" for name in baseline.end_tracked_files()),
         ):
             assignment.name_leak(leak)
 

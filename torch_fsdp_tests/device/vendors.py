@@ -1,6 +1,6 @@
 """What is known about each vendor's devices without importing torch, and where to find the rest.
 
-The dispatcher uses it to lend devices, and the harness uses it to describe the device under test. A vendor's package
+The dispatcher uses it to assign devices, and the harness uses it to describe the device under test. A vendor's package
 adds a :class:`Vendor` to the entry point group ``torch_fsdp_tests.accelerators``, under the name of its device type.
 """
 

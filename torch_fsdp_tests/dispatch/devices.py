@@ -1,4 +1,4 @@
-"""Finds the devices that this run may lend, without torch: from options, the environment and the vendors."""
+"""Finds the devices that this run may assign, without torch: from options, the environment and the vendors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ except ConfigurationError as error:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceSet:
-    """The devices of one type that may be lent, under the names in the vendor's variable."""
+    """The devices of one type that may be assigned, under the names in the vendor's variable."""
 
     type: str
     names: tuple[str, ...]  # empty on the CPU
@@ -53,35 +53,35 @@ class DeviceSet:
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)  # environment variables of every job
 
     @property
-    def lendable(self) -> int | None:
-        """The number of devices that can be lent, or None on the CPU."""
+    def assignable(self) -> int | None:
+        """The number of devices that can be assigned, or None on the CPU."""
         return None if self.type == CPU else len(self.names)
 
     @property
-    def is_lent_whole(self) -> bool:
+    def is_assigned_whole(self) -> bool:
         """Whether a job gets all devices or none, because nothing restricts which devices it uses."""
         return self.variable is None and bool(self.names)
 
     @property
     def remark(self) -> str | None:
-        """A remark if these devices are lent in an unusual way."""
+        """A remark if these devices are assigned in an unusual way."""
         if self.type == CPU or self.variable is not None:
             return None
         unknown = f"no vendor declares a variable that restricts which devices of type {self.type!r} a process sees"
         if self.names:
             return f"{unknown}: each file gets all {len(self.names)} of them, one file at a time"
-        return f"{unknown}, and their number is unknown: none are lent, and files that run in parallel share them"
+        return f"{unknown}, and their number is unknown: none are assigned, and files that run in parallel share them"
 
     def shared(self) -> DeviceSet:
-        """The same devices for all files at once: none are lent, and each file sees all of them."""
+        """The same devices for all files at once: none are assigned, and each file sees all of them."""
         visible = {self.variable: ",".join(self.names)} if self.variable is not None and self.names else {}
         return dataclasses.replace(self, names=(), variable=None, variables={**self.variables, **visible})
 
-    def environment(self, lent: tuple[int, ...]) -> dict[str, str]:
+    def environment(self, assigned: tuple[int, ...]) -> dict[str, str]:
         """The environment variables with which a job sees only the devices at these positions."""
-        if not self.lendable or self.variable is None:
+        if not self.assignable or self.variable is None:
             return dict(self.variables)
-        return {**self.variables, self.variable: ",".join(self.names[position] for position in lent)}
+        return {**self.variables, self.variable: ",".join(self.names[position] for position in assigned)}
 
 
 def parse_names(text: str) -> tuple[str, ...]:
@@ -106,9 +106,9 @@ def parse_names(text: str) -> tuple[str, ...]:
 
 
 def find(device: str | None, names: tuple[str, ...] | None, environment: Mapping[str, str]) -> DeviceSet:
-    """The devices to lend for ``--device`` and ``--devices``, such as ``xpu`` and ``0-3``. Each may be None.
+    """The devices to assign for ``--device`` and ``--devices``, such as ``xpu`` and ``0-3``. Each may be None.
 
-    Raises :class:`ConfigurationError` for an unknown type, and for named devices that cannot be lent one by one.
+    Raises :class:`ConfigurationError` for an unknown type, and for named devices that cannot be assigned one by one.
     """
     device = device or environment.get(DEVICE_VARIABLE)
     if device:
@@ -136,7 +136,7 @@ def _check_known(device: str, environment: Mapping[str, str]) -> None:
         return
     bare = device.partition(":")[0].lower()
     if bare in known:
-        raise ConfigurationError(f"{device!r} is not a device type; use {bare!r} (--devices says which ones to lend)")
+        raise ConfigurationError(f"{device!r} is not a device type; use {bare!r} (--devices says which ones to assign)")
     if not loads_extensions(environment):
         raise ConfigurationError(
             f"the device type {device!r} is unknown; torch and the installed vendors' packages know {', '.join(known)}"

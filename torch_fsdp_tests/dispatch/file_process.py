@@ -33,8 +33,8 @@ class TestProcess:
 
     child: Child  # after it has been started
 
-    def __init__(self, job: Job, lent: tuple[int, ...], began: float, limit: float, children: Children) -> None:
-        self.job, self.lent, self.began, self.limit = job, lent, began, limit
+    def __init__(self, job: Job, assigned: tuple[int, ...], began: float, limit: float, children: Children) -> None:
+        self.job, self.assigned, self.began, self.limit = job, assigned, began, limit
         self._children = children
         self.directory = children.make_directory()
         self.running: str | None = None
@@ -128,7 +128,7 @@ class TestProcess:
         self, wait_status: int, now: float, extra_notes: Sequence[str] = (), extra_output: str = ""
     ) -> Attempt:
         """Judge the process, which is gone, by its reports and how it ended. Release everything that belongs to it."""
-        strays = self._children.clean_up(self.child)
+        leftovers = self._children.clean_up(self.child)
         self._listen()
         self._children.ignore(self._events)
         os.close(self._events)
@@ -139,7 +139,7 @@ class TestProcess:
         end = system.how_ended(wait_status)
         ending = self._stop or ProcessEnd(EndKind.KILLED if isinstance(end, str) else EndKind.EXITED, end)
         notes = [note for of_one in self._notes.values() for note in of_one]
-        notes += [*(f"the process {command} was left running, and was killed" for command in strays), *extra_notes]
+        notes += [*(f"the process {command} was left running, and was killed" for command in leftovers), *extra_notes]
         if self._reader.garbage:
             notes.append(f"{len(self._reader.garbage)} lines on the event stream could not be read")
         try:
@@ -157,7 +157,7 @@ class TestProcess:
             tests=tuple(tests),
             began=self.began,
             ended=now,
-            lent=self.lent,
+            assigned=self.assigned,
             output=output,
             notes=tuple(notes),
             facts=self.facts,

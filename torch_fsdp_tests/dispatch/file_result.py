@@ -73,7 +73,7 @@ class Attempt:
     tests: tuple[TestResult, ...]
     began: float
     ended: float
-    lent: tuple[int, ...] = ()
+    assigned: tuple[int, ...] = ()
     output: str = ""
     notes: tuple[str, ...] = ()
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)

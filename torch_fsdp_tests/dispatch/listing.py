@@ -32,8 +32,8 @@ def _name(job: Job) -> str:
 
 def _about(job: Job) -> str:
     about = "unknown" if job.part.time is None else seconds(job.part.time)
-    lent = f"  {plural(job.devices, 'device')}" if job.devices else ""  # on the CPU nothing is lent
-    return f"{lent}  estimate {about}"
+    assigned = f"  {plural(job.devices, 'device')}" if job.devices else ""  # on the CPU nothing is assigned
+    return f"{assigned}  estimate {about}"
 
 
 def plan_json(run: RunTests, jobs: Sequence[Job], total: Seconds) -> dict:

@@ -137,13 +137,13 @@ def _children(run: RunTests, device_set: DeviceSet) -> Iterator[Children | None]
 
 
 def _devices(run: RunTests, others: OtherRanks) -> DeviceSet:
-    """The devices that may be lent."""
+    """The devices that may be assigned."""
     device_set = devices.find(run.execution.device, run.execution.devices, os.environ)
-    if run.execution.devices is not None and device_set.lendable is None:
+    if run.execution.devices is not None and device_set.assignable is None:
         _remark("--devices has no effect on the CPU; use -j to set how many files run at a time")
     if others.world_size is not None:
         return dataclasses.replace(device_set, names=(), variable=None)  # each rank takes one by itself
-    if run.execution.jobs is not None and device_set.lendable is not None:
+    if run.execution.jobs is not None and device_set.assignable is not None:
         return device_set.shared()
     if device_set.remark is not None:
         _remark(device_set.remark)

@@ -92,7 +92,7 @@ class Job:
     """A future process: a part of a test file, and the number of slots that it gets while it runs."""
 
     part: ShardedTest
-    devices: int  # accelerators that it is lent; 0 on the CPU
+    devices: int  # accelerators that it is assigned; 0 on the CPU
     slots: int = 1  # devices, or places on the CPU
 
     @property
@@ -213,17 +213,17 @@ def in_order(parts: Iterable[ShardedTest], selection: Sequence[TestRun]) -> list
     ]
 
 
-def make_jobs(parts: Iterable[ShardedTest], needs: Mapping[str, int], lendable: int | None) -> list[Job]:
+def make_jobs(parts: Iterable[ShardedTest], needs: Mapping[str, int], assignable: int | None) -> list[Job]:
     """Make a job for each part. It takes as many slots as its file needs devices, if there are enough.
 
-    ``lendable`` is None on the CPU, where a job takes one slot. If it is 0, devices are needed and none is visible;
+    ``assignable`` is None on the CPU, where a job takes one slot. If it is 0, devices are needed and none is visible;
     each job keeps its full ``devices`` and takes one slot.
     """
     jobs = []
     for part in parts:
         need = needs.get(part.name, 1)
-        devices = 0 if lendable is None else min(need, lendable or need)
-        jobs.append(Job(part, devices, devices if lendable else 1))
+        devices = 0 if assignable is None else min(need, assignable or need)
+        jobs.append(Job(part, devices, devices if assignable else 1))
     return jobs
 
 

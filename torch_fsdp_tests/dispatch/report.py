@@ -118,7 +118,7 @@ def _attempt(attempt: Attempt, with_output: bool) -> dict[str, Any]:
         "ending": dataclasses.asdict(attempt.ending),
         "began": round(attempt.began, 3),
         "ended": round(attempt.ended, 3),
-        "slots": list(attempt.lent),
+        "slots": list(attempt.assigned),
         "failed": attempt.is_bad,
         "notes": list(attempt.notes),
         "facts": attempt.facts,

@@ -29,7 +29,7 @@ class RunPlan:
     needs: Mapping[str, times.Needs]  # of the selected files
     ranks: int
     device_set: DeviceSet
-    slots: Sequence[str]  # the names of what is lent: devices, or places on the CPU
+    slots: Sequence[str]  # the names of what is assigned: devices, or places on the CPU
     entries: tuple[Entry, ...] = ()  # of the lists of tests
     remarks: Sequence[str] = ()
 
@@ -48,7 +48,7 @@ def make(
     jobs_at_a_time = run.execution.jobs or options.default_jobs(ranks) if world_size is None else 1
     slots = device_set.names or [f"slot {n + 1}" for n in range(jobs_at_a_time)]
     needs = {test.file: known.needs.get(test.file, times.Needs(ranks, ranks)) for test in selection}
-    lent = {name: len(slots) if device_set.is_lent_whole else need.devices for name, need in needs.items()}
+    assigned = {name: len(slots) if device_set.is_assigned_whole else need.devices for name, need in needs.items()}
     cut = [test.file for test in selection if not test.is_whole and not narrowed.in_order]
     shards = plan.calculate_shards(
         run.selection.num_shards,
@@ -56,14 +56,14 @@ def make(
         known.files,
         known.classes,
         threshold=plan.SPLIT_THRESHOLD if narrowed.may_be_cut else math.inf,
-        weights={name: min(need, len(slots)) for name, need in lent.items()} if device_set.lendable else {},
+        weights={name: min(need, len(slots)) for name, need in assigned.items()} if device_set.assignable else {},
         names={name: tests_by_class(source_of(files[name])) or {} for name in cut},
     )
     parts = shards[run.selection.shard - 1][1]
     if narrowed.in_order:  # the order of the selection matters more than full use of the slots
-        jobs = plan.make_jobs(plan.in_order(parts, selection), lent, device_set.lendable)
+        jobs = plan.make_jobs(plan.in_order(parts, selection), assigned, device_set.assignable)
     else:
-        jobs = plan.order(plan.make_jobs(parts, lent, device_set.lendable), len(slots), plan.assumed(parts))
+        jobs = plan.order(plan.make_jobs(parts, assigned, device_set.assignable), len(slots), plan.assumed(parts))
     return RunPlan(jobs, files, needs, ranks, device_set, slots, remarks=known.remarks)
 
 

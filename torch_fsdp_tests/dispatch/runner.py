@@ -1,4 +1,4 @@
-"""Runs the plan in one thread with one loop: lends slots, starts files, and takes their results."""
+"""Runs the plan in one thread with one loop: assigns slots, starts files, and takes their results."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class _Waiting:
 
 def start_forks(run: RunTests, device_set: DeviceSet, children: Children, is_fresh: bool = False) -> None:
     """Start the fork server of test files that import torch, unless each has to be a fresh interpreter."""
-    same_environment = device_set.lendable is None and not is_fresh
+    same_environment = device_set.assignable is None and not is_fresh
     if same_environment and not children.has_server and children.adopts and system.can_fork():
         environment = {**os.environ, **run.variables(os.environ)}
         children.start_server(["-m", server_of_files.__name__], environment, run.selection.test_directory)
@@ -83,7 +83,7 @@ class Runner:
         self._ended: list[tuple[int, int]] = []  # processes that have ended here, and their statuses
         self._run, self._devices = run, planned.device_set
         self._slots = len(planned.slots)
-        self._free = list(range(self._slots))  # the numbers of the slots that are not lent
+        self._free = list(range(self._slots))  # the numbers of the slots that are not assigned
         self._default = plan.assumed(job.part for job in planned.jobs)
         self._queue: list[_Waiting] = []
         self._running: dict[int, tuple[TestProcess, _Waiting]] = {}
@@ -94,7 +94,7 @@ class Runner:
         others.watch(children)
         self._stopping = False
         self._runs = 0
-        self._probed: dict[int, Any] = {}  # what a file found out about its devices, by the number of lent devices
+        self._probed: dict[int, Any] = {}  # what a file found out about its devices, by the number of assigned devices
         self._epoch = time.monotonic()
         self._refreshed_at = 0.0
         self.results = self._no_results()
@@ -144,7 +144,7 @@ class Runner:
         while self._queue and not self._stopping:
             now = self._now()
             releases = [
-                (max(0.0, p.began + p.job.part.get_time(self._default) - now), len(p.lent))
+                (max(0.0, p.began + p.job.part.get_time(self._default) - now), len(p.assigned))
                 for p, _ in self._running.values()
             ]
             index = plan.next_job([w.job for w in self._queue], len(self._free), releases, self._default)
@@ -155,18 +155,18 @@ class Runner:
     def _start(self, waiting: _Waiting) -> None:
         job, run = waiting.job, self._run
         part = job.part
-        lent, self._free = tuple(self._free[: job.slots]), self._free[job.slots :]
+        assigned, self._free = tuple(self._free[: job.slots]), self._free[job.slots :]
         orders = Orders.of(run, part, waiting.only, self._planned.entries, self._devices.type)
         elsewhere = self._others.begin(run, part.name, self._requested)
-        environment = {**self._environment, **self._devices.environment(lent), **elsewhere}
-        if len(lent) in self._probed:
-            environment[events.PROBED_VARIABLE] = json.dumps(self._probed[len(lent)])
+        environment = {**self._environment, **self._devices.environment(assigned), **elsewhere}
+        if len(assigned) in self._probed:
+            environment[events.PROBED_VARIABLE] = json.dumps(self._probed[len(assigned)])
         now = self._now()
         try:
-            started = TestProcess(job, lent, now, limit_of(run, part), self._children)
+            started = TestProcess(job, assigned, now, limit_of(run, part), self._children)
             started.start(orders, environment, self._interpreter)
         except (OSError, subprocess.SubprocessError) as error:
-            self._free = sorted([*self._free, *lent])
+            self._free = sorted([*self._free, *assigned])
             self._finish(waiting, file_process.not_started(job, str(error), now))
             return
         self._running[started.child.pid] = (started, waiting)
@@ -256,14 +256,14 @@ class Runner:
     def _conclude(self, pid: int, status: int) -> None:
         running, waiting = self._running.pop(pid)
         attempt = running.conclude(status, self._now(), *self._others.report())
-        self._free = sorted([*self._free, *running.lent])
+        self._free = sorted([*self._free, *running.assigned])
         self._learn(running)
         self._finish(waiting, attempt)
 
     def _learn(self, running: TestProcess) -> None:
         self._tell(stages.Learned(running.facts))
         if "probed" in running.facts:
-            self._probed[len(running.lent)] = running.facts["probed"]
+            self._probed[len(running.assigned)] = running.facts["probed"]
         if running.facts.get("device") == CPU:
             self._offer_forks()
 

@@ -1,8 +1,8 @@
 """The fork server of test files: a process that has imported torch, because each import takes seconds.
 
-It is used only if its fork equals a fresh interpreter: on the CPU, where no device is lent, so all files have the same
-environment when torch is imported. It imports only what a test file has imported after its own ``import torch``. It
-runs no tensor operation, and does not know about tests.
+It is used only if its fork equals a fresh interpreter: on the CPU, where no device is assigned, so all files have
+the same environment when torch is imported. It imports only what a test file has imported after its own
+``import torch``. It runs no tensor operation, and does not know about tests.
 """
 
 from __future__ import annotations

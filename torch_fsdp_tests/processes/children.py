@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from torch_fsdp_tests.processes import system
 from torch_fsdp_tests.processes.forkserver import start_fresh
-from torch_fsdp_tests.processes.leaks import end_strays
+from torch_fsdp_tests.processes.leaks import end_leftovers
 from torch_fsdp_tests.processes.program_server import Program, ProgramServer
 from torch_fsdp_tests.processes.reaper import Reaper
 from torch_fsdp_tests.processes.wakeup import Wakeup
@@ -214,10 +214,10 @@ class Children:
 
     def clean_up(self, child: Child) -> list[str]:
         """Kill what a child that has ended left running, also outside of its group. Returns the command lines."""
-        strays = end_strays(self._there.keys() | self._others, child.directory)
+        leftovers = end_leftovers(self._there.keys() | self._others, child.directory)
         child.kill()
         self._reaper.tell(child.pid, there=False)
-        return strays
+        return leftovers
 
     def end_all(self) -> None:
         """Kill everything that still runs, except the fork server."""
@@ -226,7 +226,7 @@ class Children:
             child.kill()
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
-        end_strays(self._others)
+        end_leftovers(self._others)
 
     def close(self) -> None:
         """End everything, and remove the directory."""

@@ -1,7 +1,7 @@
 """Finds and removes what a process leaves behind: other processes, threads, files, and shared memory.
 
-A process finds its own threads and children (:class:`Belongings`). After it has ended, the process that adopts its
-orphans kills them (:func:`end_strays`), and the owner of its directory removes its files (:func:`remove_files`).
+A process finds its own threads and children (:class:`ProcessBaseline`). After it has ended, the process that adopts its
+orphans kills them (:func:`end_leftovers`), and the owner of its directory removes its files (:func:`remove_files`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TORCHS_CACHE = "torchinductor"  # the prefix of torch's folder for compiled cod
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
-def end_strays(spared: Collection[int], directory: Path | None = None) -> list[str]:
+def end_leftovers(spared: Collection[int], directory: Path | None = None) -> list[str]:
     """Kill children of this process, including adopted ones, and the orphans that these leave to it.
 
     With a directory only those with temporary or open files in it. Returns the command lines, except of ``_SERVANTS``.
@@ -36,9 +36,11 @@ def end_strays(spared: Collection[int], directory: Path | None = None) -> list[s
     """
     ended: list[str] = []
     spared = set(spared)
-    while strays := [pid for pid in system.children() if pid not in spared and (not directory or _in(pid, directory))]:
-        commands = {pid: system.command_of(pid) for pid in strays}
-        for pid in [pid for pid in strays if _TRACKER not in commands[pid]] or strays:
+    while leftovers := [
+        pid for pid in system.children() if pid not in spared and (not directory or _in(pid, directory))
+    ]:
+        commands = {pid: system.command_of(pid) for pid in leftovers}
+        for pid in [pid for pid in leftovers if _TRACKER not in commands[pid]] or leftovers:
             patience = time.monotonic() + TIDY_LIMIT * (_TRACKER in commands[pid])
             while not (has_ended := system.has_ended(pid)) and time.monotonic() < patience:
                 time.sleep(_TICK)
@@ -67,7 +69,7 @@ def _in(pid: int, directory: Path) -> bool:
     return False
 
 
-class Belongings:
+class ProcessBaseline:
     """What this process has now, so that later additions can be found."""
 
     def __init__(self) -> None:
@@ -81,7 +83,7 @@ class Belongings:
 
     def end_new_children(self) -> list[str]:
         """Kill new child processes, except ``_SERVANTS``, and return the command line of each."""
-        return end_strays(
+        return end_leftovers(
             {pid for pid in system.children() if pid in self._children or _is_servant(system.command_of(pid))}
         )
 

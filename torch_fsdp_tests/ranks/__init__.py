@@ -23,7 +23,7 @@ import torch
 from torch_fsdp_tests import extension
 from torch_fsdp_tests.device import accelerator, machine
 from torch_fsdp_tests.device.accelerator import Accelerator
-from torch_fsdp_tests.processes.leaks import Belongings
+from torch_fsdp_tests.processes.leaks import ProcessBaseline
 from torch_fsdp_tests.ranks import group as _group
 from torch_fsdp_tests.ranks.classes import known as _known_classes
 from torch_fsdp_tests.ranks.classes import register

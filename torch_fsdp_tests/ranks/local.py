@@ -29,21 +29,21 @@ _numbers = itertools.count()  # numbers of starts
 
 
 class _Process:
-    """The test process' end of one process: its channel, its last words, and its output."""
+    """The test process' end of one process: its channel, its crash output, and its output."""
 
-    def __init__(self, channel: socket.socket, last_words: int, output: Path) -> None:
+    def __init__(self, channel: socket.socket, crash_output: int, output: Path) -> None:
         self.channel = Connection(channel, protocol.FROM_RANK)
-        self.last_words = last_words
+        self.crash_output = crash_output
         self.words = b""
-        self.silent = False  # the process and its forks will write no more last words
+        self.silent = False  # the process and its forks will write no more crash output
         self.output = output
         self.output_start = 0  # bytes of its output that belong to earlier tests
 
     def read_words(self) -> bool:
-        """Read new last words. Returns whether there were any."""
+        """Read new crash output. Returns whether there was any."""
         before = len(self.words)
         with contextlib.suppress(BlockingIOError):
-            while data := os.read(self.last_words, 1 << 16):
+            while data := os.read(self.crash_output, 1 << 16):
                 self.words += data
             self.silent = True
         return len(self.words) > before
@@ -114,7 +114,7 @@ class LocalRanks:
             self.selector.register(self._server.connection, selectors.EVENT_READ)
         for index, process in new.items():
             self.selector.register(process.channel, selectors.EVENT_READ, index)
-            self.selector.register(process.last_words, selectors.EVENT_READ, index)
+            self.selector.register(process.crash_output, selectors.EVENT_READ, index)
 
     def arrived(self) -> list[protocol.Event]:
         """Read the server's messages first: they may report the first death. A rank's own ones precede its death."""
@@ -151,7 +151,7 @@ class LocalRanks:
         if process.channel.closed:
             self._ignore(process.channel)
         if process.silent:
-            self._ignore(process.last_words)
+            self._ignore(process.crash_output)
 
     def _ignore(self, source: Connection | int) -> None:
         with contextlib.suppress(KeyError, ValueError):
@@ -187,7 +187,7 @@ class LocalRanks:
             while self._processes:
                 _, process = self._processes.popitem()
                 process.channel.close()
-                os.close(process.last_words)
+                os.close(process.crash_output)
             self.selector.close()
             shutil.rmtree(self._directory, ignore_errors=True)
         return protocol.Collected(tuple(remains), leaks)

@@ -96,7 +96,7 @@ class Leaked:
 
 @dataclasses.dataclass(frozen=True)
 class WroteStacks:
-    """A process has written (a part of) its last words, such as the requested stacks."""
+    """A process has written (a part of) its crash output, such as the requested stacks."""
 
     process: int
 
@@ -157,7 +157,7 @@ Event = RankResult | Leaving | Waits | Raised | Leaked | WroteStacks | Started |
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Start processes. Each gets two descriptors: its channel, and the pipe for its last words.
+    """Start processes. Each gets two descriptors: its channel, and the pipe for its crash output.
 
     A single process may have a call (see :mod:`.calls`), whose open files come after those two.
     """

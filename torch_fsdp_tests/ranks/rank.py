@@ -111,13 +111,13 @@ class Assignment:
 _reporting = threading.RLock()  # reentrant, because a report may open a file, which is reported too
 
 
-def main(request: Start, index: int, channel: int, last_words: int, server: int) -> None:
+def main(request: Start, index: int, channel: int, crash_output: int, server: int) -> None:
     """Run a rank to its end. Never returns."""
     global _in_rank
     _in_rank = True
     code = 1
     try:
-        _settle(request, index, last_words, server)
+        _settle(request, index, crash_output, server)
         target = classes.find(request.task.module, request.task.qualname)
         inherited.adopt(request.task.state)
         assignment = Assignment(request, index, Connection(socket.socket(fileno=channel), TO_RANK))
@@ -127,24 +127,24 @@ def main(request: Start, index: int, channel: int, last_words: int, server: int)
         atexit._run_exitfuncs()
     except SystemExit as leaving:
         code = system.exit_status(leaving)
-        os.write(last_words, traceback.format_exc().encode(errors="backslashreplace"))
+        os.write(crash_output, traceback.format_exc().encode(errors="backslashreplace"))
     except LookupError as error:
         code = LEFT_WITHOUT_CLASS
-        os.write(last_words, str(error).encode())
+        os.write(crash_output, str(error).encode())
     except BaseException:
-        os.write(last_words, traceback.format_exc().encode(errors="backslashreplace"))
+        os.write(crash_output, traceback.format_exc().encode(errors="backslashreplace"))
     finally:
         system.flush_outputs()
         os._exit(code)
 
 
-def _settle(request: Start, index: int, last_words: int, server: int) -> None:
+def _settle(request: Start, index: int, crash_output: int, server: int) -> None:
     """Separate the process from the one that forked it."""
     _leave_parent(server)
     _take_environment(request)
     _redirect(Path(request.directory) / f"output{index}")
-    faulthandler.enable(last_words)  # before the import of torch, which may crash or hang
-    faulthandler.register(STACKS_SIGNAL, last_words)
+    faulthandler.enable(crash_output)  # before the import of torch, which may crash or hang
+    faulthandler.register(STACKS_SIGNAL, crash_output)
     import torch
 
     if "OMP_NUM_THREADS" not in _changed_variables(request):
@@ -197,11 +197,11 @@ def open_outputs() -> None:
 
 
 def fresh() -> None:
-    """The entry point of a rank that is a fresh interpreter: ``python -c ... DIRECTORY INDEX CHANNEL LAST_WORDS``."""
-    directory, index, channel, last_words = sys.argv[1:]
+    """The entry point of a rank that is a fresh interpreter: ``python -c ... DIRECTORY INDEX CHANNEL CRASH_OUTPUT``."""
+    directory, index, channel, crash_output = sys.argv[1:]
     request = messages.decode((Path(directory) / f"request{index}.json").read_bytes(), [Start])
     prepare_interpreter(request.preparation)
-    main(request, int(index), int(channel), int(last_words), os.getppid())
+    main(request, int(index), int(channel), int(crash_output), os.getppid())
 
 
 def prepare_interpreter(preparation: str) -> None:

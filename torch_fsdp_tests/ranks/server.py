@@ -30,7 +30,7 @@ from torch_fsdp_tests import settings
 from torch_fsdp_tests.device import accelerator, accelerator_probe
 from torch_fsdp_tests.installed_torch import read_once, torch_facts
 from torch_fsdp_tests.processes import foreign, forkserver, messages, system
-from torch_fsdp_tests.processes.leaks import TIDY_LIMIT, end_strays
+from torch_fsdp_tests.processes.leaks import TIDY_LIMIT, end_leftovers
 from torch_fsdp_tests.processes.messages import Connection
 from torch_fsdp_tests.ranks import classes, inherited, protocol, rank
 from torch_fsdp_tests.verdict import events, stream
@@ -93,27 +93,27 @@ class Server(forkserver.ForkServer):
                 )
             begin = self._fork if request.preparation is None else self._spawn
             ends = iter(request.descriptors)
-            for process, channel, last_words in zip(request.processes, ends, ends):
-                there[begin(request, process, channel, last_words)] = process
+            for process, channel, crash_output in zip(request.processes, ends, ends):
+                there[begin(request, process, channel, crash_output)] = process
         except (OSError, RuntimeError) as error:
             self.control.tell(protocol.Broken(request.start, f"the ranks cannot be started: {error}"))
         name = socket.gethostname()
         self.control.tell(protocol.Started(request.start, tuple(there.values()), name, tuple(there), began))
 
-    def _fork(self, request: protocol.Start, process: int, channel: int, last_words: int) -> int:
+    def _fork(self, request: protocol.Start, process: int, channel: int, crash_output: int) -> int:
         server = os.getpid()
-        pid = self.fork(keep=(channel, last_words, *request.files))
+        pid = self.fork(keep=(channel, crash_output, *request.files))
         if pid == 0:
-            rank.main(request, process, channel, last_words, server)
+            rank.main(request, process, channel, crash_output, server)
         return pid
 
-    def _spawn(self, request: protocol.Start, process: int, channel: int, last_words: int) -> int:
+    def _spawn(self, request: protocol.Start, process: int, channel: int, crash_output: int) -> int:
         path = os.pathsep.join(json.loads(request.preparation or "")["sys_path"])
         entry = f"from {rank.__name__} import fresh; fresh()"
         Path(request.directory, f"request{process}.json").write_bytes(messages.encode(request))
         return forkserver.start_fresh(
-            ["-c", entry, request.directory, str(process), str(channel), str(last_words)],
-            [channel, last_words, *request.files],
+            ["-c", entry, request.directory, str(process), str(channel), str(crash_output)],
+            [channel, crash_output, *request.files],
             request.environment | {"PYTHONPATH": path},
             start_new_session=True,
         )
@@ -128,7 +128,7 @@ class Server(forkserver.ForkServer):
             select.select([self.wakeup], [], [], left)
             self.collect()
         # If a rank is gone, its descendants are children of the server now.
-        leaks = end_strays({pid for there in self._starts.values() for pid in there})
+        leaks = end_leftovers({pid for there in self._starts.values() for pid in there})
         self._starts.pop(start, None)  # a signal handler may request it again
         self.control.tell(protocol.Over(start, self._processes.pop(start, ()), tuple(leaks)))
 

@@ -66,7 +66,7 @@ class PeersCase(TestCase):
         return made
 
 
-class TestStrangers(PeersCase):
+class TestPendingConnections(PeersCase):
     """Without it, any program that finds the port could join a launch as a rank, or delay its start."""
 
     def setUp(self):
@@ -74,7 +74,7 @@ class TestStrangers(PeersCase):
         self.peers = self.close_later(Peers(self.launch(0), [worker.Signalled]))
         self.address, self.port, self.secret = json.loads(next(iter(self.store.values())))
 
-    def stranger(self) -> socket.socket:
+    def pending(self) -> socket.socket:
         end = socket.create_connection((self.address, self.port), timeout=10)
         self.addCleanup(end.close)
         return end
@@ -122,15 +122,15 @@ class TestStrangers(PeersCase):
             b'["Signalled", {"signal": 9}]\n',
             b"x" * (peers.HELLO_SIZE + 1),  # more than a hello takes
         )
-        strangers = [self.stranger() for _ in greetings]
-        for end, greeting in zip(strangers, greetings, strict=True):
+        ends_of_others = [self.pending() for _ in greetings]
+        for end, greeting in zip(ends_of_others, greetings, strict=True):
             end.sendall(greeting)
         self.assertEqual(self.gather(1), [1])
-        for end, greeting in zip(strangers, greetings, strict=True):
+        for end, greeting in zip(ends_of_others, greetings, strict=True):
             self.assertTrue(self.is_closed(end), greeting)
 
     def test_second_connection_of_a_rank_is_refused(self):
-        first, second = self.stranger(), self.stranger()
+        first, second = self.pending(), self.pending()
         for end in (first, second):
             end.sendall(self.hello())
             self.gather(1)
@@ -139,20 +139,20 @@ class TestStrangers(PeersCase):
 
     def test_silent_connections_delay_nobody_and_are_closed(self):
         mock.patch.object(peers, "HELLO_LIMIT", 2.0).start()
-        silent = [self.stranger() for _ in range(20)]
+        silent = [self.pending() for _ in range(20)]
         self.assertEqual(self.gather(1), [1])
-        self.stranger().sendall(self.hello())
+        self.pending().sendall(self.hello())
         began = time.monotonic()
         self.assertEqual(self.gather(1, seconds=10), [])
         self.assertLess(time.monotonic() - began, peers.HELLO_LIMIT / 2)
         self.gather(2, seconds=peers.HELLO_LIMIT + LEAST)
         self.assertTrue(all(self.is_closed(end) for end in silent))
 
-    def test_an_older_stranger_makes_room(self):
-        with mock.patch.object(peers, "MOST_STRANGERS", 2):
+    def test_an_older_connection_makes_room(self):
+        with mock.patch.object(peers, "MOST_PENDING", 2):
             ends = []
             for _ in range(3):
-                ends.append(self.stranger())
+                ends.append(self.pending())
                 self.gather(1, seconds=0.1)
             self.assertTrue(self.is_closed(ends[0]))
             ends[1].sendall(self.hello())

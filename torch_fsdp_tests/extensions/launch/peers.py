@@ -5,9 +5,9 @@ all at the same time, and send a :class:`Hello` with the secret. Then both sides
 once when it ends; a store would have to be polled. A peer that is silent for
 :data:`~torch_fsdp_tests.processes.messages.SILENCE_LIMIT` seconds also counts as lost.
 
-Any process can connect to the port. Rank 0 reads at most :data:`HELLO_SIZE` bytes from a stranger, for at most
-:data:`HELLO_LIMIT` seconds, and listens to at most :data:`MOST_STRANGERS` at a time. The messages are not encrypted,
-like the launcher's store and the traffic between ranks. The secret keeps strangers out, but does not hide anything.
+Any process can connect to the port. Rank 0 reads at most :data:`HELLO_SIZE` bytes from a pending connection, for at
+most :data:`HELLO_LIMIT` seconds, and listens to at most :data:`MOST_PENDING` at a time. The messages are not encrypted,
+like the launcher's store and the traffic between ranks. The secret keeps others out, but does not hide anything.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STORE_LIMIT = 120.0  # seconds for the launcher's store to answer
 GATHER_LIMIT = 120.0  # seconds for all processes to connect; each has much to import first
 HELLO_LIMIT = 5.0  # seconds for a new connection to introduce itself
 HELLO_SIZE = 1 << 16  # the most bytes of an introduction
-MOST_STRANGERS = 256  # connections without an introduction at a time; a new one replaces the oldest
+MOST_PENDING = 256  # connections without an introduction at a time; a new one replaces the oldest
 OWN_FILES = 512  # what a process opens besides the connections to its peers, at most
 _ELSEWHERE = "192.0.2.1"  # an address that is never assigned (RFC 5737); it shows where the default route leads
 
@@ -108,15 +108,15 @@ class Peers:
     """Rank 0's side. ``expected`` are the types of message that the others may send."""
 
     def __init__(self, launch: Launch, expected: Iterable[type]) -> None:
-        system.allow_open_files(OWN_FILES + MOST_STRANGERS + 2 * launch.world_size)  # dismiss() doubles the connections
+        system.allow_open_files(OWN_FILES + MOST_PENDING + 2 * launch.world_size)  # dismiss() doubles the connections
         self.launch = launch
         self.of_rank: dict[int, Peer] = {}  # peers that have connected
         self._expected = tuple(expected)
-        self._strangers: dict[Connection, float] = {}  # the deadline of each stranger
+        self._pending: dict[Connection, float] = {}  # the deadline of each
         self.address = own_address(launch)
         family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
         self._listener = socket.create_server(
-            (self.address, 0), family=family, backlog=launch.world_size + MOST_STRANGERS
+            (self.address, 0), family=family, backlog=launch.world_size + MOST_PENDING
         )
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -132,15 +132,15 @@ class Peers:
             now = time.monotonic()
             if now >= give_up:
                 return absent
-            due = min([give_up, *self._strangers.values()])
+            due = min([give_up, *self._pending.values()])
             for key, _ in self._selector.select(max(0.0, due - now)):
                 if key.fileobj is self._listener:
                     self._accept()
                 else:
                     self._receive(key.data)
-            for stranger, limit in list(self._strangers.items()):
+            for pending, limit in list(self._pending.items()):
                 if limit <= time.monotonic():
-                    self._forget(stranger)
+                    self._forget(pending)
         return []
 
     def _accept(self) -> None:
@@ -148,40 +148,40 @@ class Peers:
             end = self._listener.accept()[0]
         except OSError:
             return
-        if len(self._strangers) >= MOST_STRANGERS:
-            self._forget(next(iter(self._strangers)))
+        if len(self._pending) >= MOST_PENDING:
+            self._forget(next(iter(self._pending)))
         end.setblocking(True)
-        stranger = Connection(end, [Hello], limit=HELLO_SIZE)
+        pending = Connection(end, [Hello], limit=HELLO_SIZE)
         watch_for_loss(end)
-        self._strangers[stranger] = time.monotonic() + HELLO_LIMIT
-        self._selector.register(stranger, selectors.EVENT_READ, stranger)
+        self._pending[pending] = time.monotonic() + HELLO_LIMIT
+        self._selector.register(pending, selectors.EVENT_READ, pending)
 
-    def _receive(self, stranger: Connection) -> None:
-        """Read from a stranger. Close its connection unless it sends a valid :class:`Hello` with the secret."""
-        if stranger not in self._strangers:
+    def _receive(self, pending: Connection) -> None:
+        """Read from a pending connection. Close it unless it sends a valid :class:`Hello` with the secret."""
+        if pending not in self._pending:
             return
         try:
-            hello = next(stranger.arrived(), None)
+            hello = next(pending.arrived(), None)
         except MessageError:
-            self._forget(stranger)
+            self._forget(pending)
             return
         if hello is None:
-            if stranger.closed:
-                self._forget(stranger)
+            if pending.closed:
+                self._forget(pending)
             return
         known = secrets.compare_digest(hello.secret.encode(), self._secret.encode())
         if not known or hello.rank in self.of_rank or not 0 < hello.rank < self.launch.world_size:
-            self._forget(stranger)
+            self._forget(pending)
             return
-        self._selector.unregister(stranger)
-        del self._strangers[stranger]
-        stranger.expect(self._expected)
-        self.of_rank[hello.rank] = Peer(hello, stranger, stranger.is_local)
+        self._selector.unregister(pending)
+        del self._pending[pending]
+        pending.expect(self._expected)
+        self.of_rank[hello.rank] = Peer(hello, pending, pending.is_local)
 
-    def _forget(self, stranger: Connection) -> None:
-        self._selector.unregister(stranger)
-        del self._strangers[stranger]
-        stranger.close()
+    def _forget(self, pending: Connection) -> None:
+        self._selector.unregister(pending)
+        del self._pending[pending]
+        pending.close()
 
     def dismiss(self, status: int) -> None:
         """Let all peers leave with this status, after this process: a launcher ends all when it sees one fail.
