@@ -558,11 +558,13 @@ def containers_are_not_extended(rank: int, device: Any) -> tuple[Any, Any]:
 
 @_limit(
     means="State dicts of torch.distributed.checkpoint.state_dict keep _orig_mod in the names of a module that was "
-    "compiled first and wrapped for checkpointing afterwards, so a model without compilation does not load them.",
-    advice="Compile the wrapper: torch.compile(checkpoint_wrapper(module)), or module.compile(), which adds no name.",
+    "compiled first and wrapped by checkpoint_wrapper or FSDP1 afterwards, so a model without compilation does not "
+    "load them.",
+    advice="Compile by module.compile(), which adds no name, or compile the wrapper, as in "
+    "torch.compile(checkpoint_wrapper(module)).",
     asked="_orig_mod keys torch.compile inside checkpoint_wrapper activation checkpointing torchtitan 2622",
 )
-def compiled_inside_of_checkpoint_wrapper(rank: int, device: Any) -> tuple[Any, Any]:
+def compiled_inside_of_a_wrapper(rank: int, device: Any) -> tuple[Any, Any]:
     import torch
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.checkpoint.state_dict import get_model_state_dict

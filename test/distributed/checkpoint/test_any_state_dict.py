@@ -6,6 +6,7 @@ The reference is the plain model with plain optimizers.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import traceback
 import warnings
 from collections.abc import Callable
@@ -60,25 +61,28 @@ CONFIG: dict[str, list[Any]] = {
     "groups": ["one", "several", "two optimizers"],
     "optimizer": ["Adam", "SGD", STATELESS],
     "target": ["new", "trained", "poorer"],
-    **{name: [False, True] for name in ("flatten", "ignore_frozen", "frozen", "tied", "checkpointed")},
+    "around": [(), ("checkpointing",), ("compilation",), ("checkpointing", "compilation")],
+    **{name: [False, True] for name in ("flatten", "ignore_frozen", "frozen", "tied")},
 }
+AROUND = {"checkpointing": checkpoint_wrapper, "compilation": functools.partial(torch.compile, backend="eager")}
 BASE = {"wrapper": "FSDP2", **{name: values[0] for name, values in CONFIG.items() if name != "wrapper"}}
 
 
 class Case(NamedTuple):
-    """How a model is wrapped, optimized, saved and loaded. ``target`` is the model that loads."""
+    """How a model is wrapped, optimized, saved and loaded. ``target`` is the model that loads. ``around`` the block are
+    other wrappers, the inner one first.
+    """
 
     wrapper: str
     save: str
     groups: str
     optimizer: str
     target: str
+    around: tuple[str, ...]
     flatten: bool
     ignore_frozen: bool
     frozen: bool
     tied: bool
-    checkpointed: bool
-    compiled: bool = False
 
     @property
     def is_fsdp1(self) -> bool:
@@ -154,10 +158,16 @@ LIMITS = (
         {"wrapper": "FSDP1 flat", "save": "full", "frozen": True, "ignore_frozen": True},
     ),
     Limit(
-        lambda case: case.compiled,
+        lambda case: case.around == ("compilation", "checkpointing"),
         "names have the prefix of a compiled module inside of a checkpoint wrapper: _get_fqns",
         r"AssertionError.*_orig_mod",
-        {"checkpointed": True, "compiled": True},
+        {"around": ("compilation", "checkpointing")},
+    ),
+    Limit(
+        lambda case: case.is_fsdp1 and "compilation" in case.around,
+        "names have the prefix of a compiled module inside of an instance: _get_fqns",
+        r"AssertionError.*_orig_mod",
+        {"wrapper": "FSDP1", "around": ("compilation",)},
     ),
     Limit(
         lambda case: case.optimizer == STATELESS and not case.flatten and (case.is_poor or case.groups[:3] == "two"),
@@ -172,9 +182,9 @@ LIMITS = (
         shows=lambda: torch_defect("dsd_offloaded_broadcast_of_unknown_key_raises"),
     ),
     Limit(
-        lambda case: "flat" in case.wrapper and case.checkpointed,
+        lambda case: "flat" in case.wrapper and "checkpointing" in case.around,
         "names of the states of checkpointed modules are not found",
-        example={"wrapper": "FSDP1 flat", "checkpointed": True},
+        example={"wrapper": "FSDP1 flat", "around": ("checkpointing",)},
         shows=lambda: torch_defect("dsd_checkpointed_optim_state_is_refused"),
     ),
     Limit(
@@ -255,7 +265,7 @@ def wrapped(model: Net, wrapper: str) -> Any:
     """Apply the wrapper to the block, the layer that may be frozen, and the rest."""
     mesh, units = make_mesh(2), [model.block, model.still]
     if wrapper == "TP":
-        inner = getattr(model.block, "_checkpoint_wrapped_module", model.block)
+        inner = next(module for module in model.block.modules() if isinstance(module, Block))
         parallelize_module(inner, mesh, {"net1": ColwiseParallel(), "net2": RowwiseParallel()})
     elif wrapper == "FSDP2":
         shard_each([*units, model], mesh=mesh)
@@ -325,10 +335,8 @@ class Training(NamedTuple):
 def training(case: Case, wrapper: str, seed: int, is_poor: bool = False) -> Training:
     model = Net(case, seed, is_poor).to(accelerator.current().device(torch.distributed.get_rank()))
     if wrapper != "plain":
-        if case.compiled:
-            model.block = torch.compile(model.block, backend="eager")
-        if case.checkpointed:
-            model.block = checkpoint_wrapper(model.block)
+        for name in case.around:
+            model.block = AROUND[name](model.block)
         model = wrapped(model, wrapper)
     return Training(model, optimizers(case, model), is_plain=wrapper == "plain")
 
