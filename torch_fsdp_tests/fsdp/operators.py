@@ -392,7 +392,12 @@ VIEWS = [
         "slice",
         lambda x, dim, part: x[(slice(None),) * dim + (part,)],
         "abc",
-        args=({"dim": 0, "part": slice(0, 1)}, {"dim": 1, "part": slice(1, None)}, {"dim": 2, "part": slice(0, 9, 2)}),
+        args=tuple(
+            {"dim": dim, "part": part}
+            for part in (slice(0, 1), slice(1, None), slice(None, None, 2))
+            for dim in range(3)
+        ),
+        is_thorough=True,
     ),
     row(
         "split",
