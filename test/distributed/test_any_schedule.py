@@ -20,6 +20,7 @@ from torch_fsdp_tests.fsdp.pipelines import (
     V_SHAPED,
     Batch,
     Block,
+    Conditioned,
     Pipeline,
     PipelineMixin,
     microbatched,
@@ -89,18 +90,20 @@ class TestAnySchedule(PipelineMixin, FSDPTest):
         between=["update", "accumulate", "eval"],
         microbatches=[MICROBATCHES, 6, 3, 1],
         has_shapes=[True, False],
+        has_keyword=[True, False],
     )
-    def test_two_steps(self, schedule, per_rank, wrap, ranks, requests, between, microbatches, has_shapes):
+    def test_two_steps(self, schedule, per_rank, wrap, ranks, requests, between, microbatches, has_shapes, has_keyword):
         """Outputs, losses, gradients and parameters of two steps equal those of the plain model.
 
         Between the steps, parameters are updated, gradients are kept, or the pipeline runs forward alone. The two ranks
-        have different data and all stages, or they share a pipeline.
+        have different data and all stages, or they share a pipeline. All stages may get a keyword argument.
         """
         is_data = ranks == "of data"
         mesh = self._mesh(*((2, 1) if is_data else (1, 2)), names=("data", "pipeline"))
         torch.manual_seed(42)
         size = per_rank * (1 if is_data else 2)
-        plain = nn.Sequential(*(Block(hidden=3) for _ in range(size))).to(self.device)
+        kind = Conditioned if has_keyword else nn.Sequential
+        plain = kind(*(Block(hidden=3) for _ in range(size))).to(self.device)
         pipeline = Pipeline(
             schedule,
             plain,
@@ -116,7 +119,10 @@ class TestAnySchedule(PipelineMixin, FSDPTest):
         losses = [torch.zeros(())]  # a list with the loss of another step
         for number, (with_losses, with_outputs) in enumerate(REQUESTS[requests]):
             batch = self._batch(microbatches)
-            self._check_step(pipeline, plain, batch, losses if with_losses else None, with_outputs)
+            keywords = {"scale": 1 + batch[1][:, :1].tanh() / 10} if has_keyword else {}
+            asked: dict[str, Any] = {"losses": losses} if with_losses else {}
+            asked |= {} if with_outputs else {"return_outputs": False}
+            self._check_step(pipeline, plain, batch, keywords, asked)
             if number == 0 and between == "accumulate":
                 continue
             if averaged is not None:
@@ -128,26 +134,33 @@ class TestAnySchedule(PipelineMixin, FSDPTest):
             self._update(plain, pipeline.modules)
             if between == "eval":
                 with torch.no_grad():
-                    expected = plain(batch[0])
-                output = pipeline.eval(batch)
+                    expected = plain(batch[0], **keywords)
+                output = pipeline.eval(batch, **keywords)
                 self.assertEqual(output, expected if self._has_last(pipeline) else None)
                 self.assertEqual({param.grad for param in pipeline.modules.parameters()}, {None})
 
     def _has_last(self, pipeline: Pipeline) -> bool:
         return pipeline.num_stages - 1 in pipeline.indices
 
-    def _check_step(self, pipeline: Pipeline, plain: nn.Module, batch: Batch, losses: Any, with_outputs: bool) -> None:
+    def _check_step(
+        self,
+        pipeline: Pipeline,
+        plain: nn.Module,
+        batch: Batch,
+        keywords: dict[str, torch.Tensor],
+        requests: dict[str, Any],
+    ) -> None:
         with torch.no_grad():
-            output = plain(batch[0])
-        expected = microbatched(plain, batch)
+            output = plain(batch[0], **keywords)
+        expected = microbatched(plain, batch, **keywords)
         is_last = self._has_last(pipeline)
-        arguments: dict[str, Any] = {"target": batch[1]} if is_last else {}
-        arguments |= {} if losses is None else {"losses": losses}
-        arguments |= {} if with_outputs else {"return_outputs": False}
-        found = pipeline.schedule.step(*([batch[0]] if 0 in pipeline.indices else []), **arguments)
-        self.assertEqual(found, output if is_last and with_outputs else None)
-        if losses is not None and is_last:
-            self.assertEqual(torch.stack(losses).detach(), expected)
+        targets = {"target": batch[1]} if is_last else {}
+        found = pipeline.schedule.step(
+            *([batch[0]] if 0 in pipeline.indices else []), **targets, **keywords, **requests
+        )
+        self.assertEqual(found, output if is_last and "return_outputs" not in requests else None)
+        if "losses" in requests and is_last:
+            self.assertEqual(torch.stack(requests["losses"]).detach(), expected)
 
     def _check_parts(self, pipeline: Pipeline) -> None:
         """This rank's shards of the parameters and gradients of its stages."""

@@ -59,7 +59,7 @@ NO_GRADIENT = {"unused": 1, "layer": 2, "stage": 4}
 # The methods of a stage that a schedule calls to compute.
 COMPUTE = ["forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"]
 # The plain model's step for each policy.
-REFERENCES = {"FSDP": microbatched, "FSDP_MP": microbatched_in_bfloat16}
+REFERENCES: dict[str, Callable[..., torch.Tensor]] = {"FSDP": microbatched, "FSDP_MP": microbatched_in_bfloat16}
 
 
 def reduction() -> list[str]:

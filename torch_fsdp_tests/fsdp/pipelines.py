@@ -45,6 +45,15 @@ class Block(nn.Module):
         return x + self.net2(self.net1(x).tanh())
 
 
+class Conditioned(nn.Sequential):
+    """Blocks, each of whose outputs is scaled by a keyword argument that all stages get."""
+
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> torch.Tensor:
+        for block in self:
+            x = block(x) * scale
+        return x
+
+
 def blocks(hidden: int = 5) -> nn.Sequential:
     """The model that is split into stages. If ``hidden`` is odd, two ranks have uneven shards."""
     return nn.Sequential(*(Block(hidden) for _ in range(BLOCKS)))
@@ -54,14 +63,15 @@ def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).square().mean(dtype=torch.float32)
 
 
-def microbatched(model: nn.Module, batch: Batch) -> torch.Tensor:
+def microbatched(model: nn.Module, batch: Batch, **kwargs: torch.Tensor) -> torch.Tensor:
     """Run all microbatches through a model without stages. Returns the detached losses.
 
-    The gradients are accumulated, divided by the number of microbatches as schedules do by default.
+    The gradients are accumulated, divided by the number of microbatches as schedules do by default. ``kwargs`` of the
+    model have a row for each row of the batch.
     """
     losses = []
-    for inp, target in zip(*(each.split(ROWS) for each in batch), strict=True):
-        loss = loss_fn(model(inp), target)
+    for inp, target, *others in zip(*(each.split(ROWS) for each in (*batch, *kwargs.values())), strict=True):
+        loss = loss_fn(model(inp, **dict(zip(kwargs, others, strict=True))), target)
         (loss * ROWS / len(batch[0])).backward()
         losses.append(loss.detach())
     return torch.stack(losses)
@@ -153,9 +163,9 @@ class Pipeline:
         dist.broadcast(known, dist.get_global_rank(self.group, self._rank_of_last), self.group)
         return known
 
-    def eval(self, batch: Batch) -> torch.Tensor | None:
-        """Run the schedule without backward. Returns the output on the rank of the last stage."""
-        return self.schedule.eval(*self._inputs(batch), **self._targets(batch))
+    def eval(self, batch: Batch, **kwargs: Any) -> torch.Tensor | None:
+        """Run the schedule without backward, with ``kwargs``. Returns the output on the rank of the last stage."""
+        return self.schedule.eval(*self._inputs(batch), **self._targets(batch), **kwargs)
 
     def _inputs(self, batch: Batch) -> list[torch.Tensor]:
         return [batch[0]] if 0 in self.indices else []
