@@ -620,11 +620,10 @@ def _layouts(word: str, mesh_ndim: int, reduce_op: str) -> list[Layout]:
     return [*((strided(dim, 2), Shard(dim)) for dim in dims), *pairs]
 
 
-def cases(row: OperatorRow, index: int, mesh: DeviceMesh, all_of_them: bool) -> Iterator[list[Case]]:
-    """The cases of a row by layouts and sizes. Those of a list differ only in their arguments.
+def cases(row: OperatorRow, index: int, mesh: DeviceMesh) -> Iterator[list[Case]]:
+    """The cases of a row by layouts. Those of a list differ only in their arguments.
 
-    A caller that does not want all of them takes the first :func:`enough`. Rows with another ``index`` begin with other
-    layouts and sizes.
+    The first :func:`enough` are taken. Rows with another ``index`` begin with other layouts and sizes.
     """
     reduce_op = ("sum", "avg", "sum", "max", "sum", "min")[index % 6]
     choices = [_layouts(word, mesh.ndim, reduce_op) for word in row.inputs]
@@ -636,28 +635,27 @@ def cases(row: OperatorRow, index: int, mesh: DeviceMesh, all_of_them: bool) -> 
     every = list(dict.fromkeys(tuple(each[i] for each, i in zip(choices, chosen)) for chosen in shifts))
     kinds = ["uneven", "even", "uneven", "small"]
     for number in range(len(every)):
-        layouts = every[number if all_of_them else (5 * index + number) % len(every)]
-        chosen = kinds[(index + number) % len(kinds)]
-        for sizes in SIZES if all_of_them else [chosen]:
-            made = [Case(args, sizes, layouts) for args in _arguments(row, 3 * number + index, mesh, all_of_them)]
-            kept = [
-                case
-                for case in made
-                if not row.without(case) and not (row.hangs_if_empty and _has_empty_shard(row, case, mesh))
-            ]
-            if kept:
-                yield kept
+        layouts = every[(5 * index + number) % len(every)]
+        sizes = kinds[(index + number) % len(kinds)]
+        made = [Case(args, sizes, layouts) for args in _arguments(row, 3 * number + index, mesh)]
+        kept = [
+            case
+            for case in made
+            if not row.without(case) and not (row.hangs_if_empty and _has_empty_shard(row, case, mesh))
+        ]
+        if kept:
+            yield kept
 
 
-def _arguments(row: OperatorRow, first: int, mesh: DeviceMesh, all_of_them: bool) -> Sequence[Args]:
+def _arguments(row: OperatorRow, first: int, mesh: DeviceMesh) -> Sequence[Args]:
     """All arguments of a row, or three of many, so that a cache that forgets an argument is asked for another value."""
-    if all_of_them or len(row.args) <= 3 or (row.is_thorough and mesh.ndim == 1):
+    if len(row.args) <= 3 or (row.is_thorough and mesh.ndim == 1):
         return row.args
     return [row.args[(first + each) % len(row.args)] for each in range(3)]
 
 
 def enough(kind: str, row: OperatorRow, index: int, mesh: DeviceMesh) -> int:
-    """How many layouts of a row are tried unless slow tests run. On planes that is none for most rows."""
+    """How many layouts of a row are tried. On planes that is none for most rows."""
     if mesh.ndim > 1:
         # Other losses and products consist of simpler operators, and their rules take long to derive.
         return int(row.is_thorough or (index % 4 == 0 and kind not in ("losses", "matrices")))
@@ -727,6 +725,11 @@ KNOWN: Sequence[Known] = [
         row("amax", torch.amax, "ab"),
         (_S1,),
         seed=2,
+    ),
+    Known(
+        "the gradient of the numerator of addcdiv is wrong if the divisor is a partial sum",
+        row("addcdiv", torch.addcdiv, "ab", "ab", "+ab", args=({"value": -2.0},)),
+        (_S0, _S1, (Partial("sum"),)),
     ),
     Known(
         "argmax and argmin raise if the sharded dimension is given as -2: they gather along it (_nonlinear_redux.py)",
