@@ -19,7 +19,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_fsdp_tests.common_distributed import MultiProcessTestCase
+from torch_fsdp_tests.common_distributed import MultiProcessTestCase, needs
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, run_tests
 from torch_fsdp_tests.common_utils.seed import seed_of_run
 from torch_fsdp_tests.device import accelerator
@@ -261,6 +261,7 @@ def fake_rank(rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@needs(torch_facts.UNFLATTENS_MESHES)
 class TestAnyMesh(MultiProcessTestCase):
     world_size = 1
 

@@ -331,6 +331,7 @@ KEEPS_PARTIAL = Fact((2, 13), "can redistribute a partial DTensor to the same pl
 TAKES_GRADIENT_PLACEMENTS_OF_LOCAL_TENSORS = Fact((2, 13), "lets DTensor.from_local take grad_placements")
 KEEPS_PLACEMENTS_OF_UNEVEN_COLUMNS = Fact((2, 13), "keeps the placements of a gradient of unevenly sharded columns")
 REPLICAS_KEEP_REQUIRES_GRAD = Fact((2, 13), "keeps requires_grad when distribute_module replicates a parameter")
+COMPUTES_AS_PLAIN_TENSORS = Fact((2, 13), "computes with DTensors as with plain tensors, but for known cases")
 CONCATENATES_MESHES = Fact(
     (2, 10), "can concatenate DeviceMeshes", _has("torch.distributed.device_mesh", "DeviceMesh._concatenate")
 )

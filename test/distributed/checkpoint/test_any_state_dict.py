@@ -372,6 +372,8 @@ class TestAnyStateDict(FSDPTest):
     @subtests(wrapper=["FSDP2", "replicate", "TP"], with_grad=[True, False], tied=[False, True])
     def test_state_dict_of_each_module(self, wrapper, with_grad, tied):
         """After a forward, ``state_dict`` of any module has its shards under the names of the plain module."""
+        if wrapper == "replicate":
+            skip_unless([torch_facts.REPLICATES_WITHOUT_SHARDS.lacks])
         case = Case(**BASE | {"wrapper": wrapper, "tied": tied})
         plain, sharded = (training(case, each, 0) for each in ("plain", wrapper))
         inp = uniform(3, WIDTH, seed=0)

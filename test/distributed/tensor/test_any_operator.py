@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torch_fsdp_tests import settings
-from torch_fsdp_tests.common_distributed import skip_if_lt_x_gpu
+from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import (
     TestCase,
     instantiate_parametrized_tests,
@@ -34,6 +34,7 @@ from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.fsdp.operators import KNOWN, ROWS, Case, OperatorRow, distributed, part_of
 from torch_fsdp_tests.fsdp.references import of_all_ranks
+from torch_fsdp_tests.installed_torch import torch_facts
 
 # Rows with other numbers begin with other layouts and sizes. With other cases, more differences of torch may show.
 FIRST = 1234
@@ -140,6 +141,7 @@ def describe(row: OperatorRow, case: Case, mesh: DeviceMesh) -> str:
     return f"{row.name}({', '.join(tensors)}; {args}) on mesh {tuple(mesh.shape)}"
 
 
+@needs(torch_facts.COMPUTES_AS_PLAIN_TENSORS)
 class TestOperators(OperatorMixin, DTensorOpTestBase):
     world_size = 2
 
@@ -162,6 +164,7 @@ class TestOperators(OperatorMixin, DTensorOpTestBase):
             self.assertTrue(any(of_all_ranks(differs)), f"no longer differs: {known.why}; move it to the rows")
 
 
+@needs(torch_facts.COMPUTES_AS_PLAIN_TENSORS)
 class TestOperatorsOnPlanes(OperatorMixin, DTensorOpTestBase):
     world_size = 4
 
@@ -189,6 +192,7 @@ def is_loss_parallel(layout: str, sizes: str, is_cube: bool, counted: tuple[str,
     return has_columns and (reduction != "mean" or (layout == "classes" and (sizes, ignore_index) != ("small", 0)))
 
 
+@needs(torch_facts.COMPUTES_AS_PLAIN_TENSORS)
 class TestLossParallel(OperatorMixin, DTensorTestBase):
     """In processes, because ``loss_parallel`` is global."""
 
@@ -252,6 +256,7 @@ NOT_COMPARED = re.compile(
 )
 
 
+@needs(torch_facts.COMPUTES_AS_PLAIN_TENSORS)
 class TestTable(TestCase):
     def test_has_what_optimizers_call(self):
         """The table calls each operator that an optimizer calls, in a loop or for all parameters at once."""
