@@ -3,6 +3,8 @@
 The writer writes one file in the calling thread and one in another, and only prints an exception of the other thread.
 The metadata then lacks that file's contents, and replaces the metadata of an older checkpoint. Loading fails with a
 ``KeyError``.
+
+So a write that fails in a background thread, as by an ``OSError`` of a full disk, is reported as success.
 """
 
 import os
@@ -24,6 +26,7 @@ DEFECT = Defect(
     where="torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data",
     features="fsdp2, checkpoint",
     workaround="Use ``thread_count=1``, which is the default.",
+    upstream=("https://github.com/pytorch/pytorch/issues/191391",),
     documented="``StorageWriter.finish``: 'Write the metadata and marks the current checkpoint as successful'.",
 )
 
