@@ -7,12 +7,10 @@ program, one after another in one process, with the fake backend, which makes gr
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import pickle
 import random
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -23,7 +21,7 @@ from torch_fsdp_tests.common_distributed import MultiProcessTestCase, needs
 from torch_fsdp_tests.common_utils import TEST_WITH_SLOW, run_tests
 from torch_fsdp_tests.common_utils.seed import seed_of_run
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.distributed.fake_pg import FakeStore
+from torch_fsdp_tests.fsdp.fake_worlds import fake_rank
 from torch_fsdp_tests.installed_torch import torch_facts
 
 WORLD = 12
@@ -249,18 +247,6 @@ class Program:
         )
 
 
-@contextlib.contextmanager
-def fake_rank(rank: int) -> Iterator[None]:
-    """Be this rank of the fake world."""
-    dist.init_process_group("fake", rank=rank, world_size=WORLD, store=FakeStore())
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Slicing a flattened dim")
-            yield
-    finally:
-        dist.destroy_process_group()
-
-
 @needs(torch_facts.UNFLATTENS_MESHES)
 class TestAnyMesh(MultiProcessTestCase):
     world_size = 1
@@ -281,7 +267,7 @@ class TestAnyMesh(MultiProcessTestCase):
         ranks = program.root.reshape(-1)
         chosen = program.ranks()
         for rank in chosen:
-            with fake_rank(rank):
+            with fake_rank(rank, WORLD):
                 if rank not in ranks:
                     whole = DeviceMesh(accelerator.current().type, program.root.tolist(), mesh_dim_names=program.names)
                     self.assertIsNone(whole.get_coordinate())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -20,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_fsdp_tests.common_distributed import MultiProcessTestCase, needs
 from torch_fsdp_tests.common_utils import run_tests
 from torch_fsdp_tests.device import accelerator
-from torch_fsdp_tests.distributed.fake_pg import FakeStore
 from torch_fsdp_tests.fsdp.combinations import subtests
+from torch_fsdp_tests.fsdp.fake_worlds import fake_rank
 from torch_fsdp_tests.fsdp.meshes import make_mesh
 from torch_fsdp_tests.installed_torch import torch_facts, torch_names
 
@@ -30,18 +29,6 @@ c10d = torch_names.module("torch._C._distributed_c10d")
 
 WORLD = 8
 CUBE = torch.arange(WORLD).view(2, 2, 2)  # by "a", "b" and "c"
-
-
-@contextlib.contextmanager
-def fake_rank(rank: int) -> Iterator[None]:
-    """Be this rank of the fake world."""
-    dist.init_process_group("fake", rank=rank, world_size=WORLD, store=FakeStore())
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Slicing a flattened dim")
-            yield
-    finally:
-        dist.destroy_process_group()
 
 
 def cube() -> DeviceMesh:
@@ -145,7 +132,7 @@ class TestDeviceMesh(MultiProcessTestCase):
         """A mesh consists of the ranks that its documentation says, also for ranks in the middle of it."""
         make, ranks, names = MESHES[name]
         for rank in (0, 3, 6):
-            with fake_rank(rank):
+            with fake_rank(rank, WORLD):
                 mesh = make()
                 self.assertEqual(tuple(mesh.mesh_dim_names or ()), names, may_be="empty")
                 all_meshes = ranks.reshape(-1, *ranks.shape[ranks.ndim - mesh.ndim :])
@@ -159,7 +146,7 @@ class TestDeviceMesh(MultiProcessTestCase):
     def test_all_submeshes(self, dim):
         """There is one for each row of the dimension, and this rank's has the dimension's group."""
         for rank in (0, 3, 6):
-            with fake_rank(rank):
+            with fake_rank(rank, WORLD):
                 mesh = cube()
                 found = mesh._get_all_submeshes(dim)
                 rows = CUBE.movedim("abc".index(dim), 2).reshape(4, 2).tolist()
@@ -182,7 +169,7 @@ class TestDeviceMesh(MultiProcessTestCase):
         """A dimension's groups get their backend and options from ``backend_override``, by index or name."""
         options = c10d.Backend.Options("fake", MINUTE)
         given = {key: _with(options, value) for key, value in override.items()}
-        with fake_rank(3), self._groups() as made:
+        with fake_rank(3, WORLD), self._groups() as made:
             make_mesh_with(given)
             for dim, name in enumerate("ab"):
                 value = override.get(name, override.get(dim, ()))
@@ -199,7 +186,7 @@ class TestDeviceMesh(MultiProcessTestCase):
     @subtests(method=["_flatten", "_unflatten"])
     def test_backends_of_derived_meshes(self, method):
         options = c10d.Backend.Options("fake", MINUTE)
-        with fake_rank(3), self._groups() as made:
+        with fake_rank(3, WORLD), self._groups() as made:
             mesh = cube()
             del made[:]
             if method == "_flatten":
@@ -228,14 +215,14 @@ class TestDeviceMesh(MultiProcessTestCase):
             "Must pass mesh": lambda: DeviceMesh.from_group([dist.new_group()] * 2, accelerator.current().type),
             "Invalid mesh": lambda: DeviceMesh.from_group(dist.new_group(), accelerator.current().type, [1, 2]),
         }
-        with fake_rank(3):
+        with fake_rank(3, WORLD):
             for message, make in invalid.items():
                 with self.assertRaisesRegex((RuntimeError, KeyError, ValueError), message):
                     make()
 
     def test_equality(self):
         """Meshes are equal, and have one hash, if ranks, shape and names are equal."""
-        with fake_rank(3):
+        with fake_rank(3, WORLD):
             meshes = [
                 cube(),
                 cube()["a", "b"],

@@ -185,10 +185,10 @@ class TestBorrowed(TestCase):
     @parametrize(
         "imports",
         [
-            "import torch\nfrom torch.testing._internal.common_utils import (\n    TestCase,\n)",
-            "import torch.testing._internal.common_utils\nTestCase = torch.testing._internal.common_utils.TestCase",
-            "import torch.testing._internal.common_utils as it\nfrom torch.testing._internal import common_fsdp\n"
-            "if 1:\n    from torch.testing._internal.common_utils import TestCase",
+            f"import torch\nfrom {UPSTREAM}.common_utils import (\n    TestCase,\n)",
+            f"import {UPSTREAM}.common_utils\nTestCase = {UPSTREAM}.common_utils.TestCase",
+            f"import {UPSTREAM}.common_utils as it\nfrom {UPSTREAM} import common_fsdp\n"
+            f"if 1:\n    from {UPSTREAM}.common_utils import TestCase",
         ],
     )
     def test_full_names_in_a_file_that_the_documented_command_has_renamed(self, imports):

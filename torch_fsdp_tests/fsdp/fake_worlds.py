@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -24,14 +25,23 @@ _c10d = torch_names.module("torch.distributed.distributed_c10d")
 
 
 @contextlib.contextmanager
-def as_rank(rank: int, *shape: int, names: tuple[str, ...] = (), **kwargs: Any) -> Iterator[DeviceMesh]:
-    """In the context, this process is this rank of a fake world. Yields a mesh of all its ranks."""
-    substitutes.install(accelerator.current())
-    dist.init_process_group("fake", rank=rank, world_size=math.prod(shape), store=FakeStore(), **kwargs)
+def fake_rank(rank: int, world_size: int, **kwargs: Any) -> Iterator[None]:
+    """In the context, this process is this rank of a fake world."""
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore(), **kwargs)
     try:
-        yield make_mesh(*shape, names=names or None)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Slicing a flattened dim")
+            yield
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def as_rank(rank: int, *shape: int, names: tuple[str, ...] = (), **kwargs: Any) -> Iterator[DeviceMesh]:
+    """Like :func:`fake_rank`. Yields a mesh of all ranks."""
+    substitutes.install(accelerator.current())
+    with fake_rank(rank, math.prod(shape), **kwargs):
+        yield make_mesh(*shape, names=names or None)
 
 
 class Called(NamedTuple):

@@ -220,7 +220,7 @@ class ModelTraining:
 
 
 def _state_of_generators() -> int:
-    """A number for the state of the generators of random numbers, on the host and on the device."""
+    """A number for the state of the generators of random numbers, of the CPU and of the device."""
     device = rank_device()
     states = [torch.get_rng_state()]
     if device.type != "cpu":
