@@ -674,13 +674,14 @@ def _has_empty_shard(row: OperatorRow, case: Case, mesh: DeviceMesh) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """A case in which DTensor differs from plain tensors: it raises, or has other values. ``why`` says where."""
+    """A case in which DTensor raises ``error``, or has other values than plain tensors. ``why`` says where."""
 
     why: str
     row: OperatorRow
     layouts: tuple[Layout, ...]
     sizes: str = "even"
     seed: int = 0  # of the values
+    error: str = r" are not (close|equal)!"  # a regular expression
 
 
 _S0, _S1, _R = (Shard(0),), (Shard(1),), (Replicate(),)
@@ -689,6 +690,7 @@ KNOWN: Sequence[Known] = [
         "native_group_norm_backward gets the size of the whole batch: it has no rule (_math_ops.py)",
         row("group_norm", lambda x: F.group_norm(x, 1), "a2b"),
         (_S0,),
+        error="does not have a sharding strategy",
     ),
     Known(
         "the norms of order inf and -inf are taken for max and min, also of partial negative numbers (_math_ops.py)",
@@ -704,6 +706,7 @@ KNOWN: Sequence[Known] = [
         "backward of index_put writes a plain tensor of zeros into a DTensor",
         row("index_put", lambda x, i, y: torch.index_put(x, (i,), y), "ab", "a<1", "1b"),
         (_S0, _R, _R),
+        error="got mixed torch.Tensor and DTensor",
     ),
     Known(
         "empty_like keeps partial placements, so that what the ranks write is added up (_tensor_ops.py)",
@@ -735,15 +738,18 @@ KNOWN: Sequence[Known] = [
         "argmax and argmin raise if the sharded dimension is given as -2: they gather along it (_nonlinear_redux.py)",
         row("argmax", lambda x: torch.argmax(x, -2), "ab", has_gradient=False),
         (_S0,),
+        error="is invalid for input of size",
     ),
     Known(
         "backward of select shifts all shards if its dimension counts from the end (select_backward_strategy)",
         row("select", lambda x: torch.select(x, -1, 1), "abc"),
         (_S1,),
+        error="must match the size of tensor b",
     ),
     Known(
         "index_put takes a mask for indices into one dimension (_tensor_ops.py), so Rprop raises",
         row("index_put", lambda x, m, y: torch.index_put(x, (m,), y), "ab", "?ab", "=", has_gradient=False),
         (_S1, _S1, _R),
+        error="does not match the shape of the indexed tensor",
     ),
 ]

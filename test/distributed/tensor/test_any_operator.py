@@ -153,15 +153,15 @@ class TestOperators(OperatorMixin, DTensorOpTestBase):
     @skip_if_lt_x_gpu(2)
     @subtests(known=KNOWN)
     def test_known_differences(self, known):
-        """What the table leaves out still differs. A difference that is gone is a failure in strict mode only."""
-        mesh = make_mesh(2)
+        """What the table leaves out differs as it says. A difference that is gone is a failure in strict mode only."""
+        mesh, shown = make_mesh(2), ""
         try:
             self._check_case(known.row, known.seed, Case({}, known.sizes, known.layouts), mesh)
-            differs = False
-        except (self.failureException, RuntimeError, IndexError, NotImplementedError):
-            differs = True
+        except Exception as error:
+            shown = str(error)
+            self.assertRegex(shown, known.error, known.why)
         if settings.is_on(settings.STRICT_DEFECTS_VARIABLE, os.environ):
-            self.assertTrue(any(of_all_ranks(differs)), f"no longer differs: {known.why}; move it to the rows")
+            self.assertTrue(any(of_all_ranks(shown)), f"no longer differs: {known.why}; move it to the rows")
 
 
 @needs(torch_facts.COMPUTES_AS_PLAIN_TENSORS)
