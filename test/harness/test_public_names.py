@@ -10,7 +10,7 @@ STORED = Path(__file__).with_name("inputs") / "public.txt"
 
 
 class TestPublicNames(TestCase):
-    """Without it, an option, a key of a report or a parameter of a vendor's hook could go without notice."""
+    """Without it, an option, a status or a parameter of a vendor's hook could go without notice."""
 
     def test_names_are_those_of_the_list(self):
         stored, now = STORED.read_text().splitlines(), public_names.text().splitlines()

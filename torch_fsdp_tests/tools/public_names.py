@@ -1,7 +1,7 @@
-"""Prints what users may rely on, a line for each name, option, status, variable, capability and key.
+"""Prints what users may rely on, a line for each name, option, status, variable and capability.
 
 ``docs/stability.md`` says what that means. ``test/harness/inputs/public.txt`` is the stored list. Names of upstream's
-modules are in ``test/harness/inputs/upstream_names.txt``.
+modules are in ``test/harness/inputs/upstream_names.txt``, and keys of files in the schemas of ``dispatch/data``.
 """
 
 from __future__ import annotations
@@ -9,12 +9,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-import torch_fsdp_tests
 from torch_fsdp_tests import extension, settings
 from torch_fsdp_tests.defects.command import command_line
 from torch_fsdp_tests.device import vendors
@@ -27,8 +23,6 @@ from torch_fsdp_tests.extension import Extension, Feature
 from torch_fsdp_tests.processes import system
 
 EXPERIMENTAL = ("behavior", "fixes", "reach")  # the extensions
-DATA = Path(torch_fsdp_tests.__file__).parent / "dispatch" / "data"
-NESTED = {"files": "files[]", "tests": "files[].tests[]"}  # of report.json
 
 
 def stable() -> Iterator[str]:
@@ -42,8 +36,6 @@ def stable() -> Iterator[str]:
     yield f"entry point {vendors.ENTRY_POINTS}"
     yield from _members(vendors.Vendor)
     yield from _members(Accelerator)
-    for name in ("report", "plan", "known-failures"):
-        yield from _keys(name, json.loads((DATA / f"{name}.schema.json").read_text(encoding="utf-8")))
 
 
 def experimental() -> Iterator[str]:
@@ -77,14 +69,6 @@ def _members(cls: type) -> Iterator[str]:
             function = getattr(member, "__func__", member)
             parameters = list(inspect.signature(function).parameters) if inspect.isfunction(function) else None
             yield f"{cls.__name__}.{name}" + ("" if parameters is None else f"({', '.join(parameters)})")
-
-
-def _keys(name: str, schema: Mapping[str, Any], within: str = "") -> Iterator[str]:
-    """The keys of a file, and of the objects in its lists, with the version of its form."""
-    for key, value in schema.get("properties", {}).items():
-        version = f" {value['const']}" if key == "version" and "const" in value else ""
-        yield f"{name}.json {within}{key}{version}"
-        yield from _keys(name, value.get("items", {}), f"{within}{key}[].")
 
 
 def text() -> str:
