@@ -355,7 +355,7 @@ class RankTestCase(TestCase):
         def body() -> None:
             nonlocal returned
             try:
-                with absent_devices.skips(type(self)), extension.around(self, self.rank):
+                with extension.around(self, self.rank):
                     returned = getattr(self, test_name)(**kwargs)
             except Exception as error:
                 with contextlib.suppress(AttributeError):  # then it counts as an exception of the fixtures
