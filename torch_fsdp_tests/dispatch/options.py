@@ -148,7 +148,7 @@ def make_parser() -> Parser:
 
     add = parser.add_argument_group("which tests").add_argument
     words = "files, folders, globs, file::Class or file::Class::test, relative to test/ or to the current folder, with "
-    words += "or without .py; smoke (a list in test/smoke.txt) runs every feature once, in about 15 seconds"
+    words += "or without .py; smoke (a list in test/smoke.txt) runs every feature once, in less than a minute"
     add("include", nargs="*", action="extend", metavar="TEST", help=words)
     add("-i", "--include", **several, help="the same as TEST")
     add("-x", "--exclude", **several, help="leave out these tests")
