@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -90,6 +91,8 @@ def simulated(case: Model, rank: int, world_size: int) -> Usage:
     Raises what the model raises with real tensors.
     """
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    if rank:
+        warnings.simplefilter("ignore")  # the first rank has shown them
     try:
         return usage(case, is_fake=True)
     except Exception:  # the values of its tensors decide what the model does, or an operator has no fake form
