@@ -33,7 +33,8 @@ _NO_CODE = {
     tokenize.ENCODING, tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,
 }  # fmt: skip
-ALL = ("distributed",)  # the folders of the package that are compared with another tree
+# What is compared with another tree.
+ALL = ("distributed", *(folder for folder in recording.FOLDERS if not folder.startswith("distributed/")))
 _NAME = re.compile(r"\w+")
 _ATTRIBUTE = re.compile(r"\.(\w+)")
 
@@ -214,7 +215,7 @@ class Changes:
         raise UnknownChange(f"the folder {folder} holds no {self._prefix}{recording.FOLDERS[0]} to compare with")
 
     def _of_tree(self, other: Path) -> Change:
-        where = f"{self._prefix}{ALL[0]}"
+        where = ", ".join(self._prefix + folder for folder in ALL)
         change = Change(remarks=[f"of {other}, only the Python files of {where} are compared with the installed ones"])
         both = (self._root, other)
         for path in sorted({p.relative_to(root).as_posix() for root in both for p in recording.sources(root, ALL)}):

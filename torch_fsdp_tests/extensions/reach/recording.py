@@ -18,8 +18,10 @@ from torch_fsdp_tests.extensions.reach.reach_map import Executed, Module, ReachM
 
 # The folders and modules of torch whose functions and statements are in the map. Of WHOLE it has every module. Of the
 # others it has the modules that some test enters, because FSDP does not use the rest.
-FOLDERS = tuple(
-    f"distributed/{name}" for name in ("fsdp", "_composable", "checkpoint", "tensor", "device_mesh", "algorithms")
+FOLDERS = (
+    *("distributed/fsdp", "distributed/_composable", "distributed/checkpoint", "distributed/tensor"),
+    *("distributed/device_mesh", "distributed/algorithms", "distributed/pipelining"),
+    *("amp/grad_scaler", "nn/utils/clip_grad", "optim"),
 )
 WHOLE = FOLDERS[:2]
 
