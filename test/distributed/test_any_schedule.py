@@ -20,6 +20,7 @@ from torch_fsdp_tests.fsdp.pipelines import (
     V_SHAPED,
     Batch,
     Block,
+    Carrying,
     Conditioned,
     Pipeline,
     PipelineMixin,
@@ -41,6 +42,8 @@ WRAPS = {
     "FSDP2 that reshards": lambda stage, **kwargs: shard_each(units_of(stage), **kwargs),
     "replicate": lambda stage, **kwargs: replicate_each(units_of(stage), **kwargs),
 }
+# The models that are split into stages.
+KINDS = {"plain": nn.Sequential, "with a keyword": Conditioned, "with an unused input": Carrying}
 # For the first and the second step: whether losses and outputs are requested.
 REQUESTS = {
     "all": [(True, True), (True, True)],
@@ -90,26 +93,27 @@ class TestAnySchedule(PipelineMixin, FSDPTest):
         between=["update", "accumulate", "eval"],
         microbatches=[MICROBATCHES, 6, 3, 1],
         has_shapes=[True, False],
-        has_keyword=[True, False],
+        kind=list(KINDS),
     )
-    def test_two_steps(self, schedule, per_rank, wrap, ranks, requests, between, microbatches, has_shapes, has_keyword):
+    def test_two_steps(self, schedule, per_rank, wrap, ranks, requests, between, microbatches, has_shapes, kind):
         """Outputs, losses, gradients and parameters of two steps equal those of the plain model.
 
         Between the steps, parameters are updated, gradients are kept, or the pipeline runs forward alone. The two ranks
-        have different data and all stages, or they share a pipeline. All stages may get a keyword argument.
+        have different data and all stages, or they share a pipeline. All stages may get a keyword argument, or a second
+        tensor from the stage before, which they do not use.
         """
         is_data = ranks == "of data"
         mesh = self._mesh(*((2, 1) if is_data else (1, 2)), names=("data", "pipeline"))
         torch.manual_seed(42)
         size = per_rank * (1 if is_data else 2)
-        kind = Conditioned if has_keyword else nn.Sequential
-        plain = kind(*(Block(hidden=3) for _ in range(size))).to(self.device)
+        plain = KINDS[kind](*(Block(hidden=3) for _ in range(size))).to(self.device)
         pipeline = Pipeline(
             schedule,
             plain,
             mesh.get_group("pipeline"),
             functools.partial(WRAPS[wrap], mesh=mesh["data"]),
             torch.float32 if has_shapes else None,
+            passed=2 if kind == "with an unused input" else 1,
             per_rank=per_rank,
             microbatches=microbatches,
             scale_grads=between != "accumulate",  # see the defect pipeline_accumulated_gradients_are_scaled_again
@@ -119,7 +123,7 @@ class TestAnySchedule(PipelineMixin, FSDPTest):
         losses = [torch.zeros(())]  # a list with the loss of another step
         for number, (with_losses, with_outputs) in enumerate(REQUESTS[requests]):
             batch = self._batch(microbatches)
-            keywords = {"scale": 1 + batch[1][:, :1].tanh() / 10} if has_keyword else {}
+            keywords = {"scale": 1 + batch[1][:, :1].tanh() / 10} if kind == "with a keyword" else {}
             asked: dict[str, Any] = {"losses": losses} if with_losses else {}
             asked |= {} if with_outputs else {"return_outputs": False}
             self._check_step(pipeline, plain, batch, keywords, asked)

@@ -54,13 +54,24 @@ class Conditioned(nn.Sequential):
         return x
 
 
+class Carrying(nn.Sequential):
+    """Blocks, each of which passes on its input beside its output. So stages get a tensor that they do not use."""
+
+    def forward(self, x: torch.Tensor, carried: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        for block in self:
+            x, carried = block(x), x
+        return x, carried
+
+
 def blocks(hidden: int = 5) -> nn.Sequential:
     """The model that is split into stages. If ``hidden`` is odd, two ranks have uneven shards."""
     return nn.Sequential(*(Block(hidden) for _ in range(BLOCKS)))
 
 
-def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (output - target).square().mean(dtype=torch.float32)
+def loss_fn(output: Any, target: torch.Tensor) -> torch.Tensor:
+    """The loss of an output, or of the first of several."""
+    first = output[0] if isinstance(output, tuple) else output
+    return (first - target).square().mean(dtype=torch.float32)
 
 
 def microbatched(model: nn.Module, batch: Batch, **kwargs: torch.Tensor) -> torch.Tensor:
@@ -118,9 +129,9 @@ class Pipeline:
     """A plain model that is split into stages on the ranks of a group, under one of the ``SCHEDULES``.
 
     ``wrap`` parallelizes a copy of each stage and returns it. ``boundary_dtype`` is the dtype of all inputs and outputs
-    of stages except the pipeline's input. With None the stages infer dtypes and shapes. ``per_rank`` is the number of
-    stages of a rank in one of the ``LOOPED`` schedules. Other arguments go to the schedule. The test is skipped if the
-    installed PyTorch cannot run the schedule with any backend.
+    of stages except the pipeline's input. With None the stages infer dtypes and shapes. ``passed`` is the number of
+    tensors of each output. ``per_rank`` is the number of stages of a rank in one of the ``LOOPED`` schedules. Other
+    arguments go to the schedule. The test is skipped if the installed PyTorch cannot run the schedule with any backend.
     """
 
     def __init__(
@@ -130,6 +141,7 @@ class Pipeline:
         group: dist.ProcessGroup,
         wrap: Callable[[Any], Any],
         boundary_dtype: torch.dtype | None = torch.float32,
+        passed: int = 1,
         per_rank: int = 2,
         microbatches: int = MICROBATCHES,
         **kwargs: Any,
@@ -146,7 +158,7 @@ class Pipeline:
         device = next(plain.parameters()).device
         self.stages = [
             pipelining.PipelineStage(
-                module, index, self.num_stages, device, group=group, **_shapes(index, device, boundary_dtype)
+                module, index, self.num_stages, device, group=group, **_shapes(index, device, boundary_dtype, passed)
             )
             for index, module in zip(self.indices, self.modules, strict=True)
         ]
@@ -179,13 +191,13 @@ class Pipeline:
             compare(test, part, module, **kwargs)
 
 
-def _shapes(index: int, device: torch.device, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+def _shapes(index: int, device: torch.device, dtype: torch.dtype | None, passed: int) -> dict[str, Any]:
     """The arguments of a stage that give shapes and dtypes of its input and output. Empty if ``dtype`` is None."""
     if dtype is None:
         return {}
     empty = functools.partial(torch.empty, ROWS, DIM, device=device)
-    received = empty(dtype=dtype, requires_grad=True) if index else empty(dtype=torch.float32)
-    return {"input_args": received, "output_args": empty(dtype=dtype, requires_grad=True)}
+    outputs = tuple(empty(dtype=dtype, requires_grad=True) for _ in range(passed))
+    return {"input_args": outputs if index else empty(dtype=torch.float32), "output_args": outputs}
 
 
 class PipelineMixin(TrainingMixin):

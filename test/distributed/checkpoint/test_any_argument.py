@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import gzip
 import itertools
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from unittest import mock
 
 import torch
@@ -31,6 +32,7 @@ from torch_fsdp_tests.fsdp.checkpoints import HostBackendMixin
 from torch_fsdp_tests.fsdp.combinations import subtests
 from torch_fsdp_tests.installed_torch import torch_names
 
+extensions = torch_names.module("torch.distributed.checkpoint._extension")
 state_dict_loader = torch_names.module("torch.distributed.checkpoint.state_dict_loader")
 
 State = dict[str, Any]
@@ -85,6 +87,22 @@ class FilesTest(TestCase):
         self.assertEqual(state, state_of(3), may_be="empty", **EXACT)
 
 
+class Gzip(extensions.StreamTransformExtension):
+    """Compresses what is written. Part of a stream is only written when it is closed."""
+
+    registry_name = staticmethod(lambda: "gzip")
+    from_descriptor = staticmethod(lambda version: Gzip())
+
+    def get_descriptor(self) -> str:
+        return "gzip/1"
+
+    def transform_to(self, output: IO[bytes]) -> IO[bytes]:
+        return gzip.open(output, "wb")
+
+    def transform_from(self, input: IO[bytes]) -> IO[bytes]:
+        return gzip.open(input)
+
+
 class TestWriters(FilesTest):
     @subtests(
         pairwise=True,
@@ -93,11 +111,14 @@ class TestWriters(FilesTest):
         sync_files=BOOL,
         thread_count=[1, 2, 3],
         overwrite=BOOL,
+        is_compressed=BOOL,
     )
-    def test_arguments(self, asynchronously, **arguments):
+    def test_arguments(self, asynchronously, is_compressed, **arguments):
         """Files, calls that sync them, and what a second save does, are as requested. All values are loaded."""
         path, target = self._new_path(), state_of(0)
-        writer = FileSystemWriter(path, **arguments)
+        writer = FileSystemWriter(path, _extensions=[Gzip()] if is_compressed else None, **arguments)
+        registry = extensions.ExtensionRegistry()
+        registry.register(Gzip)
 
         def save(factor: int) -> None:
             if asynchronously:
@@ -117,7 +138,7 @@ class TestWriters(FilesTest):
             self.assertIn("already exists", str(error))
             is_replaced = False
         self.assertIs(is_replaced, arguments["overwrite"])
-        dcp.load(target, checkpoint_id=path)
+        dcp.load(target, storage_reader=FileSystemReader(path, registry))
         self.assertEqual(target, state_of(1 + is_replaced), may_be="empty", **EXACT)
         self._check_default_save()
 
