@@ -113,7 +113,7 @@ class TestFindings(TestCase):
     def test_tied_parameter(self):
         its = checked()[1]["tied"]
         self.assertEqual(len(its["warnings"]), 1)
-        self.assertRegex(its["warnings"][0], "0.weight, 2.weight are one parameter in two units")
+        self.assertRegex(its["warnings"][0], "0.weight = 2.weight is one parameter in two units")
         self.assertNotEqual(outcomes("tied")["fsdp2_clip"], "passed")
 
 
@@ -146,6 +146,7 @@ class TestBlame(TestCase):
             "hooked": ("mismatch", "2.weight has a hook of register_hook"),
             "penalized": ("raised", "the loss calls torch.autograd.grad"),
             "sparse": ("raised", "0.weight has sparse gradients"),
+            "borrows": ("raised", "0.0 runs while its unit does not"),
             "skips_in_the_model": ("raised", ""),
         }
         _, found = checked("fsdp2", (*causes, "other_units", "unused_input"))
@@ -312,6 +313,7 @@ class TestConfigurations(TestCase):
         program = Configuration.parse("fsdp1_flat_bf16_frozen_nosync_clip_dsd").program
         self.assertEqual((program.name, program.microbatches), ("plain_bf16_frozen_accumulate_clip", 3))
         self.assertEqual(Configuration.parse("fsdp2_hsdp_offload").program.name, "plain")
+        self.assertEqual(Configuration.parse("fsdp2_bf16reduce_nosync").program.name, "plain_bf16reduce_accumulate")
 
     def test_resumed_in_the_named_layout(self):
         configuration = Configuration.parse("fsdp1_flat_clip_dcp_to_fsdp2_tp")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 from unittest import mock
@@ -36,21 +38,21 @@ def advice(case: Model) -> list[Expected]:
     """What a model will meet under FSDP, without running FSDP. It runs one forward and backward of the plain model."""
     model = built(case)
     units = case.units(model)
-    seen = _in_a_step(case, model)
+    seen = _in_a_step(case, model, units)
     found = [(look(model, units), what, limit) for look, what, limit in _LOOKS]
     frozen = built(case, is_frozen=True) if len(units) > 1 else model
     mixed = _mixed(frozen, case.units(frozen), lambda param: param.requires_grad)
     found.append((mixed, "has frozen and trained parameters", "flat_parameter_is_not_uniform"))
     found.append((_optimizers(case, model), "returns an optimizer of others", "optimizer_made_before_sharding"))
     of_limits = [
-        Expected(f"{_names(names)} {what}", LIMITS[limit].means, LIMITS[limit].advice, _CAUSED.get(limit, _ALL))
+        _expected(names, (what, LIMITS[limit].means, LIMITS[limit].advice, _CAUSED.get(limit, _ALL)))
         for names, what, limit in found
         if names
     ]
     return [*seen, *_in_the_model(case, model, units), *of_limits]
 
 
-def _in_a_step(case: Model, model: nn.Module) -> Iterator[Expected]:
+def _in_a_step(case: Model, model: nn.Module, units: list[Unit]) -> Iterator[Expected]:
     """What one forward and backward shows."""
     calls, doubles = list[str](), list[str]()
     derive, handle = torch.autograd.grad, model.register_forward_pre_hook(lambda *args: calls.append(""))
@@ -64,7 +66,7 @@ def _in_a_step(case: Model, model: nn.Module) -> Iterator[Expected]:
         f"{at}.{name}" for at, each in model.named_modules() if isinstance(each, _NormBase) for name in each._buffers
     }
     before = {name: each._version for name, each in (*params.items(), *buffers.items())}
-    with mock.patch.object(torch.autograd, "grad", noted):
+    with mock.patch.object(torch.autograd, "grad", noted), _noting_outside(model, units) as outside:
         loss = loss_of(case, model, on_device(case.batch(0)), 0)
     handle.remove()
     after = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -75,9 +77,42 @@ def _in_a_step(case: Model, model: nn.Module) -> Iterator[Expected]:
         ([name for name in written if name in buffers and name.lstrip(".") not in norms], _WRITES_BUFFERS),
         (["loss(model, batch)"] * (not calls), _NO_CALL),
         (["the loss"] * bool(doubles), _DOUBLE),
+        ([*dict.fromkeys(outside)], _OUTSIDE),
         ([name for name, param in params.items() if param.grad is not None and param.grad.is_sparse], _SPARSE),
     )
     return (_expected(names, words) for names, words in found if names)
+
+
+@contextlib.contextmanager
+def _noting_outside(model: nn.Module, units: list[Unit]) -> Iterator[list[str]]:
+    """Makes a list of the modules with parameters that run while the unit that they belong to does not."""
+    found, running, handles = list[str](), collections.Counter[int](), []
+    groups = enumerate(unit if isinstance(unit, list) else [unit] for unit in units)
+    members = [(index, module) for index, group in groups for module in group]
+    members.sort(key=lambda member: -len([*member[1].modules()]))  # of units in each other, the inner one counts
+    unit_of = {id(below): index for index, module in members for below in module.modules()}
+
+    def begin(index: int, *args: Any) -> None:
+        running[index] += 1
+
+    def end(index: int, *args: Any) -> None:
+        running[index] -= 1
+
+    def note(name: str, index: int, *args: Any) -> None:
+        if not running[index]:
+            found.append(name)
+
+    for index, module in members:
+        handles.append(module.register_forward_pre_hook(functools.partial(begin, index)))
+        handles.append(module.register_forward_hook(functools.partial(end, index)))
+    for name, module in model.named_modules():
+        if id(module) in unit_of and any(True for _ in module.parameters(recurse=False)):
+            handles.append(module.register_forward_pre_hook(functools.partial(note, name, unit_of[id(module)])))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _in_the_model(case: Model, model: nn.Module, units: list[Unit]) -> Iterator[Expected]:
@@ -107,7 +142,8 @@ def _in_the_model(case: Model, model: nn.Module, units: list[Unit]) -> Iterator[
 
 
 def _expected(names: list[str], words: tuple[str, str, str, tuple[str, ...]]) -> Expected:
-    return Expected(f"{_names(names)} {words[0]}", *words[1:])
+    each = ": each" if len(names) > 1 else ""
+    return Expected(f"{_names(names)}{each} {words[0]}", *words[1:])
 
 
 _ALL = (*FSDP2, "fsdp1")
@@ -115,8 +151,8 @@ _ALL = (*FSDP2, "fsdp1")
 _CAUSED: dict[str, tuple[str, ...]] = {"optimizer_state_is_missing": (), "flat_parameter_is_not_uniform": ("fsdp1",)}
 _WRITES = (
     "is a parameter that forward writes to",
-    "FSDP writes nothing back to its shards, so the change is lost.",
-    "Change it under no_grad after the step, or make it a buffer.",
+    "FSDP writes nothing back to its shards, so what forward writes to a gathered parameter is lost.",
+    "Change it after the step, or make it a buffer.",
     _ALL,
 )
 _WRITES_BUFFERS = (
@@ -135,6 +171,12 @@ _DOUBLE = (
     "calls torch.autograd.grad, as for a gradient penalty",
     "FSDP frees the parameters after that backward, and the next one needs them.",
     "For FSDP2, call set_reshard_after_backward(False) and use reshard_after_forward=False; FSDP1 has no remedy.",
+    _ALL,
+)
+_OUTSIDE = (
+    "runs while its unit does not",
+    "FSDP gathers the parameters of a unit for the forward of the unit only.",
+    "Make it, or the module that calls it, a unit of its own beside the other one.",
     _ALL,
 )
 _SPARSE = (
@@ -196,7 +238,7 @@ def _owners(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module]]]
 def _tied(model: nn.Module, units: list[Unit]) -> list[str]:
     unit_of = _unit_names(model, units)
     apart = [owners for owners in _owners(model).values() if len({unit_of.get(id(own), "") for _, own in owners}) > 1]
-    return [", ".join(name for name, _ in owners) for owners in apart]
+    return [" = ".join(name for name, _ in owners) for owners in apart]
 
 
 def _scalars(model: nn.Module, units: list[Unit]) -> list[str]:
@@ -228,7 +270,7 @@ def _mixed(model: nn.Module, units: list[Unit], kind: Callable[[nn.Parameter], H
 
 # What is looked for, the words for it, and the limit that says what follows.
 _LOOKS: tuple[tuple[Callable[[nn.Module, list[Unit]], list[str]], str, str], ...] = (
-    (_tied, "are one parameter in two units", "tied_parameters"),
+    (_tied, "is one parameter in two units", "tied_parameters"),
     (_scalars, "has no dimension", "scalar_parameter"),
     (_unused, "got no gradient", "optimizer_state_is_missing"),
     (_read_by_others, "is a unit, but nn.MultiheadAttention reads its weight without calling it", "mixed_tensors"),

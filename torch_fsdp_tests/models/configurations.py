@@ -20,7 +20,7 @@ OPTIONS = {
     "noshard": "FSDP1 with NO_SHARD",
     "flat": "FSDP1 with use_orig_params=False",
     "bf16": "mixed precision: computes in bfloat16, reduces in float32",
-    "bf16reduce": "mixed precision: computes and reduces in bfloat16; its rounding may grow over steps",
+    "bf16reduce": "mixed precision: computes and reduces in bfloat16",
     "autocast": "torch.autocast to bfloat16 around each forward",
     "offload": "parameters and gradients in host memory",
     "ac": "activation checkpointing of each unit",
@@ -37,8 +37,11 @@ OPTIONS = {
 }
 PLAIN = "plain"  # the interface of a training without FSDP
 # What a program also has without FSDP. FSDP must not change what it computes.
-_WITHOUT_FSDP = {"nosync": "accumulate", "bf16reduce": "bf16"}
-_OF_PROGRAM = {"tp", "bf16", "autocast", "ac", "ownac", "compile", "frozen", "accumulate", "clip", "eval", "generate"}
+_WITHOUT_FSDP = {"nosync": "accumulate"}
+_OF_PROGRAM = {
+    *("tp", "bf16", "bf16reduce", "autocast", "ac", "ownac", "compile", "frozen", "accumulate", "clip", "eval"),
+    "generate",
+}
 _LAYOUT = ("root", "keep", "hsdp", "tp", "noshard", "flat")
 _ONLY_FSDP1 = {"noshard", "flat"}
 # Each pair excludes the other: interfaces and options.

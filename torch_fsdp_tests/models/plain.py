@@ -232,6 +232,8 @@ class PlainTraining(ModelTraining):
     """Trains a plain model in each rank on the rank's own batches, as data parallelism does.
 
     With ``bf16``, the model computes in bfloat16, and the optimizer steps the parameters in the dtype of the model.
+    With ``bf16reduce``, averages over the ranks are also rounded to bfloat16, because a gradient may depend on it: a
+    weight becomes the next number in bfloat16, and that may change the sign of the input of a ReLU.
     """
 
     def __init__(self, case: Model, program: Configuration, data: Data, dtype: torch.dtype | None = None) -> None:
@@ -239,7 +241,7 @@ class PlainTraining(ModelTraining):
         self.model, self.data = built(case, dtype=dtype, is_frozen=program.has("frozen")), data
         self._units_of(self.model)
         self.params = named(self.model)  # what the optimizer steps
-        if program.has("bf16"):
+        if program.is_mixed:
             self.params = {
                 name: nn.Parameter(param.detach().clone(), param.requires_grad) for name, param in self.params.items()
             }
@@ -343,6 +345,9 @@ class PlainTraining(ModelTraining):
         for param in (params[name] for name in params if name in used):
             param.grad = torch.zeros_like(param) if param.grad is None else dense(param.grad)
         average(param.grad for name, param in params.items() if name in used and param.grad is not None)
+        for param in params.values() if self._configuration.has("bf16reduce") else ():
+            if param.grad is not None:
+                param.grad.copy_(param.grad.to(LOW))
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

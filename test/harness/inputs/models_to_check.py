@@ -240,6 +240,18 @@ def other_units() -> Made:
     return model, lambda step: (numbers(step), step % 2), lambda model, batch: model(batch).square().mean()
 
 
+class Borrows(nn.ModuleList):
+    """Calls a layer of its first unit again after this unit."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self
+        return second(first(x)) + first[0](x)
+
+
+def borrows() -> Made:
+    return Borrows(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)), numbers, squares
+
+
 class Ignores(nn.Module):
     """Does not use its first input."""
 
