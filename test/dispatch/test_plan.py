@@ -434,6 +434,19 @@ class TestOptions(unittest.TestCase):
         self.assertEqual(nothing, "these options and variables of PyTorch's CI have no effect here: NO_TD")
         self.assertTrue(timeout.startswith("--timeout limits a file here, and a test in PyTorch's CI; "), timeout)
 
+    def test_classes_of_hardware(self):
+        """All tests here are for any device. Those of another directory may have other classifications."""
+        of_accelerators = "--hw-classification ACCELERATOR leaves out nothing: all tests here are for any device"
+        other = "--hw-classification leaves out nothing: what test classes set as hw_classification is not read"
+        elsewhere = "no test is here of what --hw-classification CPU CUDA would run of PyTorch"
+        for words, directory, remarks, answer in (
+            ("cpu CUDA", (), (), elsewhere),
+            ("cpu accelerator", (), (of_accelerators,), None),
+            ("cpu CUDA", ("--test-directory", str(ROOT)), (other,), None),
+        ):
+            run = options.parse(["--list", "--hw-classification", *words.split(), *directory], {}, ROOT)
+            self.assertEqual((run.output.remarks, run.selection.elsewhere_in_words), (remarks, answer))
+
     def test_no_command_takes_abbreviations(self):
         for arguments, option in ((("--rank", "3"), "--ranks"), (("--pytest-k", "a"), "--pytest-k-expr")):
             words = f"unrecognized arguments: {arguments[0]}; did you mean {option}?\n"

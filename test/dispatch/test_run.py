@@ -183,7 +183,6 @@ class TestSelecting(TreeCase):
         elsewhere = "no test is here of what {} would run of PyTorch"
         for words, remark in (
             (["--include-dynamo-core-tests", "-core"], elsewhere.format("--include-dynamo-core-tests and -core")),
-            (["--hw-classification", "cpu", "CUDA"], elsewhere.format("--hw-classification CPU CUDA")),
             (
                 ["-i", "distributed/__init__.py", "test/distributed/helper"],
                 "no tests are in distributed/__init__.py, test/distributed/helper",
@@ -192,9 +191,10 @@ class TestSelecting(TreeCase):
             self.assertEqual((self.jobs(*words), self.code, self.err), ([], 0, f"run_test.py: {remark}\n"))
             self.run_command(*words)
             self.assertEqual((self.code, self.out), (0, "0 passed, 0 failed, 0 skipped\n"))
-        for words in (["distributed/helper", "distributed/test_x"], ["--hw-classification", "CPU", "ACCELERATOR"]):
+        for words in (["distributed/helper", "distributed/test_x"], ["--hw-classification", "CPU", "CUDA"]):
             (job,) = self.jobs(*words)
             self.assertEqual((job["file"], self.code), ("distributed/test_x", 0))
+        self.assertIn("what test classes set as hw_classification is not read", self.err)
 
     def test_files_that_only_upstreams_suite_has(self):
         """They are reported once, and what is here runs. If nothing that is named is here, it is an error."""

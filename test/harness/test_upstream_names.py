@@ -73,6 +73,24 @@ class TestBorrowed(TestCase):
             self.assertIs(value, getattr(importlib.import_module(f"{UPSTREAM}.{place}"), name))
             self.assertIn(f"{place}.{name}", upstream_names.borrowed_in_words())
 
+    def test_methods_of_upstreams_test_case(self):
+        self.assertNotWarn(lambda: None)
+        with self.assertRaises(self.failureException):
+            self.assertEqualIgnoreType(torch.ones(1), torch.zeros(1, dtype=torch.int64))
+        self.assertIn("common_utils.TestCase.assertEqualIgnoreType", upstream_names.borrowed_in_words())
+
+    def test_attributes_that_neither_test_case_has(self):
+        """A property that raises AttributeError keeps its words."""
+
+        class Case(TestCase):
+            @property
+            def device(self) -> Any:
+                return torch.nothing
+
+        for name, words in (("nothing", "'Case' object has no"), ("device", "module 'torch' has no")):
+            with self.assertRaisesRegex(AttributeError, f"^{words} attribute 'nothing'$"):
+                getattr(Case(), name)
+
     def test_what_upstream_imports_from_a_replaced_module_is_replaced(self):
         for statement in (
             "from torch_fsdp_tests.common_distributed import TestCase",

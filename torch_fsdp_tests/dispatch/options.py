@@ -311,11 +311,12 @@ def parse(argv: Sequence[str], environment: Mapping[str, str], root: Path) -> Ru
         "arguments": tuple(argv[dashes + 1 :]),
         "shuffle": "seed" in given,
         "logs_by_option": "pipe_logs" in given,
-        "remarks": tuple(_remarks(given, nothing, environment)),
     }
     if "fail_fast" in given and "keep_going" not in given:
         fields["keep_going"] = False  # the option overrides CONTINUE_THROUGH_ERROR
-    run = RunTests(_part(Selection, fields), _part(Execution, fields), _part(Output, fields))
+    selection = _part(Selection, fields)
+    fields["remarks"] = (*_remarks(given, nothing, environment), *_of_classes(selection))
+    run = RunTests(selection, _part(Execution, fields), _part(Output, fields))
     try:
         run = dataclasses.replace(run, features=_features(run, given, environment))
     except ConfigurationError as error:
@@ -342,14 +343,20 @@ def _remarks(given: Mapping[str, Any], nothing: Sequence[str], environment: Mapp
     """What a user may not expect of a command line of PyTorch's CI, and of variables that leave out tests."""
     if nothing:
         yield f"these options and variables of PyTorch's CI have no effect here: {', '.join(nothing)}"
-    if ACCELERATOR in given.get("hw_classification", ()):
-        yield f"--hw-classification {ACCELERATOR} leaves out nothing: all tests here are for any device"
     if "timeout" in given and any(name in given for name in _SIGNS_OF_CI):
         yield f"--timeout limits a file here, and a test in PyTorch's CI; {TIMEOUT_VARIABLE} limits a test"
     if settings.tests_to_include(environment):
         yield f"files that {settings.TESTS_VARIABLE} does not name are left out"
     if "shard" not in given and (parts := settings.shard(environment)) != (1, 1):
         yield f"{settings.SHARD_VARIABLE} selects part {parts[0]} of {parts[1]}"
+
+
+def _of_classes(selection: Selection) -> Iterator[str]:
+    """What a user may not expect of --hw-classification."""
+    if not selection.is_own and selection.hw_classification:
+        yield "--hw-classification leaves out nothing: what test classes set as hw_classification is not read"
+    elif ACCELERATOR in selection.hw_classification:
+        yield f"--hw-classification {ACCELERATOR} leaves out nothing: all tests here are for any device"
 
 
 def _misplaced(run: RunTests, parser: Parser) -> str | None:

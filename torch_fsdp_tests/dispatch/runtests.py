@@ -49,7 +49,7 @@ class Selection:
     def elsewhere_in_words(self) -> str | None:
         """A sentence about options of PyTorch's CI that select no test of this suite, or None."""
         options = list(self.elsewhere)
-        if self.hw_classification and ACCELERATOR not in self.hw_classification:
+        if self.is_own and self.hw_classification and ACCELERATOR not in self.hw_classification:
             options.append(" ".join(("--hw-classification", *self.hw_classification)))
         return f"no test is here of what {' and '.join(options)} would run of PyTorch" if options else None
 

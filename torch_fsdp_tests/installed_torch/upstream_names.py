@@ -141,6 +141,26 @@ def lookup(module: str, name: str) -> Any:
     return value
 
 
+def lookup_method(place: str, cls: str, name: str, case: object) -> Any:
+    """Return a method of upstream's class of this name, bound to an object of the class that replaces it.
+
+    Raises ``AttributeError`` for a name that upstream's class lacks, and then imports nothing.
+    """
+    # The text is searched before it is parsed, because tests are also asked for names that no class has.
+    if f" def {name}(" not in (_source_of(place) or "") or name not in _methods(place, cls):
+        raise AttributeError(f"{type(case).__name__!r} object has no attribute {name!r}")
+    borrowed[f"{place}.{cls}.{name}"] = None
+    return vars(getattr(_module(place), cls))[name].__get__(case, type(case))
+
+
+@functools.cache
+def _methods(place: str, cls: str) -> frozenset[str]:
+    """The names of the methods that upstream's class defines."""
+    tree = tree_of(place)
+    found = (node for node in (tree.body if tree else ()) if isinstance(node, ast.ClassDef) and node.name == cls)
+    return frozenset(each.name for node in found for each in node.body if isinstance(each, ast.FunctionDef))
+
+
 class Refused:
     """What a file imports in place of a name that it must not use: a file with many tests may need it for one."""
 
@@ -177,9 +197,15 @@ def _imports(place: str) -> Mapping[str, tuple[str, str | None]]:
 
 
 def tree_of(place: str) -> ast.Module | None:
-    """The source of upstream's module, or None without one."""
+    """The syntax tree of upstream's module, or None without one."""
+    source = _source_of(place)
+    return None if source is None else ast.parse(source)
+
+
+@functools.cache
+def _source_of(place: str) -> str | None:
     spec = _spec(place)
-    return None if spec is None or spec.origin is None else ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    return None if spec is None or spec.origin is None else Path(spec.origin).read_text(encoding="utf-8")
 
 
 def _spec(place: str) -> importlib.machinery.ModuleSpec | None:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -74,6 +75,10 @@ class DTensorTestMixin(RankTestCase):
     def mesh(self) -> DeviceMesh:
         """The mesh of :meth:`build_device_mesh`, which is built once per test. A test may assign its own."""
         return self.build_device_mesh()
+
+    def init_manual_seed_for_rank(self) -> None:
+        """Let each rank draw other random numbers."""
+        torch.manual_seed(self.rank)
 
     def _test_op_on_dtensor(self, op_call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Fail unless the operator gives the same for DTensors and full tensors. All outputs must be DTensors."""
