@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 from unittest import mock
@@ -86,28 +85,17 @@ def _in_a_step(case: Model, model: nn.Module, units: list[Unit]) -> Iterator[Exp
 @contextlib.contextmanager
 def _noting_outside(model: nn.Module, units: list[Unit]) -> Iterator[list[str]]:
     """Makes a list of the modules with parameters that run while the unit that they belong to does not."""
-    found, running, handles = list[str](), collections.Counter[int](), []
-    groups = enumerate(unit if isinstance(unit, list) else [unit] for unit in units)
-    members = [(index, module) for index, group in groups for module in group]
-    members.sort(key=lambda member: -len([*member[1].modules()]))  # of units in each other, the inner one counts
-    unit_of = {id(below): index for index, module in members for below in module.modules()}
-
-    def begin(index: int, *args: Any) -> None:
-        running[index] += 1
-
-    def end(index: int, *args: Any) -> None:
-        running[index] -= 1
-
-    def note(name: str, index: int, *args: Any) -> None:
-        if not running[index]:
-            found.append(name)
-
-    for index, module in members:
-        handles.append(module.register_forward_pre_hook(functools.partial(begin, index)))
-        handles.append(module.register_forward_hook(functools.partial(end, index)))
+    found, running, unit_of = list[str](), collections.Counter[str](), _unit_names(model, units)
+    handles = []
+    for module in (module for unit in units for module in (unit if isinstance(unit, list) else [unit])):
+        unit = unit_of[id(module)]
+        handles.append(module.register_forward_pre_hook(lambda *_, unit=unit: running.update([unit])))
+        handles.append(module.register_forward_hook(lambda *_, unit=unit: running.subtract([unit])))
     for name, module in model.named_modules():
         if id(module) in unit_of and any(True for _ in module.parameters(recurse=False)):
-            handles.append(module.register_forward_pre_hook(functools.partial(note, name, unit_of[id(module)])))
+            unit = unit_of[id(module)]
+            note = lambda *_, name=name, unit=unit: None if running[unit] else found.append(name)  # noqa: E731
+            handles.append(module.register_forward_pre_hook(note))
     try:
         yield found
     finally:
@@ -218,12 +206,12 @@ def _names(names: list[str]) -> str:
 
 
 def _unit_names(model: nn.Module, units: list[Unit]) -> dict[int, str]:
-    """The unit of each module. The rest belongs to the root."""
+    """The unit of each module: the inner one of two. The rest belongs to the root."""
     name_of = {id(module): name for name, module in model.named_modules()}
     groups = [unit if isinstance(unit, list) else [unit] for unit in units]
-    return {
-        id(below): name_of.get(id(group[0]), "") for group in groups for module in group for below in module.modules()
-    }
+    members = [(name_of.get(id(group[0]), ""), module) for group in groups for module in group]
+    members.sort(key=lambda member: -len([*member[1].modules()]))
+    return {id(below): name for name, module in members for below in module.modules()}
 
 
 def _owners(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module]]]:

@@ -39,8 +39,8 @@ PLAIN = "plain"  # the interface of a training without FSDP
 # What a program also has without FSDP. FSDP must not change what it computes.
 _WITHOUT_FSDP = {"nosync": "accumulate"}
 _OF_PROGRAM = {
-    *("tp", "bf16", "bf16reduce", "autocast", "ac", "ownac", "compile", "frozen", "accumulate", "clip", "eval"),
-    "generate",
+    *("tp", "bf16", "bf16reduce", "autocast", "ac", "ownac", "compile"),
+    *("frozen", "accumulate", "clip", "eval", "generate"),
 }
 _LAYOUT = ("root", "keep", "hsdp", "tp", "noshard", "flat")
 _ONLY_FSDP1 = {"noshard", "flat"}
