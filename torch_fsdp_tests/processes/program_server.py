@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import os
 import socket
 import subprocess
@@ -147,7 +148,10 @@ def serve(argv: Sequence[str], prepare: Callable[[], list[str]]) -> Any:
     """Run the server with the arguments ``CONTROL READY``. In a child, returns the arguments of the program."""
     control, ready = argv
     server = _Server(socket.socket(fileno=int(control)))
-    Path(f"{ready}.new").write_text("\n".join(prepare()), encoding="utf-8")
+    gc.disable()  # an import leaves little garbage
+    remarks = prepare()
+    gc.enable()
+    Path(f"{ready}.new").write_text("\n".join(remarks), encoding="utf-8")
     os.replace(f"{ready}.new", ready)
     arguments = server.serve()
     if arguments is None:
