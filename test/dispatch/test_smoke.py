@@ -13,7 +13,7 @@ from torch_fsdp_tests.extensions.reach.reaching import SHIPPED
 TESTS = Path(__file__).resolve().parents[1]
 FSDP1, FSDP2 = "torch.distributed.fsdp.", "torch.distributed.fsdp._fully_shard."
 CHECKPOINT = "torch.distributed.checkpoint."
-LONGEST = 90  # serial seconds of all tests by the map, whose times include the overhead of coverage
+LONGEST = 60  # serial seconds of all tests by the map, whose times include the overhead of coverage
 
 # For each heading of the list: functions that its tests enter. The map does not have compiled code.
 RUNTIME, GROUP = f"{FSDP1}_runtime_utils.", f"{FSDP2}_fsdp_param_group.FSDPParamGroup."
