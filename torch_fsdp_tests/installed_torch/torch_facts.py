@@ -388,6 +388,27 @@ CAN_LEAVE_OUT_PIPELINE_OUTPUTS = Fact(
     "can leave out the outputs of a pipeline's step",
     _takes(_PIPELINING + "schedules", "PipelineScheduleSingle.step", "return_outputs"),
 )
+
+
+def _splits_with(name: str) -> bool:
+    """Whether a name is in the function that splits a tensor into microbatches. Older versions lack the function."""
+    split = getattr(importlib.import_module(_PIPELINING + "microbatch"), "_split_tensor", None)
+    return split is not None and name in split.__code__.co_names
+
+
+SPLITS_CONTAINERS = Fact(
+    (2, 10),
+    "splits containers, and masks of flex attention, into the microbatches of a pipeline",
+    _has(_PIPELINING + "microbatch", "_split_block_mask"),
+)
+RETAINS_GRADIENTS_OF_CHUNKS = Fact(
+    (2, 12),
+    "retains the gradients of a pipeline's microbatches if the batch is a leaf",
+    lambda: _splits_with("retain_grad"),
+)
+KNOWS_SHAPES_OF_DTENSOR_CHUNKS = Fact(
+    (2, 13), "knows the shapes of the microbatches of an unevenly sharded DTensor", lambda: _splits_with("divmod")
+)
 WAITS_FOR_GRADIENTS_BY_ACTION = Fact(
     (2, 15),
     "has the pipeline action WAIT_REDUCE_GRAD",
