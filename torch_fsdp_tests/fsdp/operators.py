@@ -372,6 +372,13 @@ VIEWS = [
     row("reshape of a transposed matrix", lambda x: x.t().reshape(-1), "ab", refuses=VIEW),
     row("flatten", torch.flatten, "abc", args=({"start_dim": 1}, {"end_dim": 1}), refuses=VIEW),
     row("unflatten", lambda x: x.unflatten(0, (-1, 1)), "ab", refuses=VIEW),
+    row(
+        "unflatten into groups",
+        lambda x: x.unflatten(0, (-1, 2 if x.size(0) % 2 == 0 else 3)),
+        "cb",
+        refuses=VIEW,
+        is_thorough=True,
+    ),
     row("permute", torch.permute, "abc", args=({"dims": (2, 0, 1)}, {"dims": (1, 0, 2)})),
     row("transpose", torch.transpose, "abc", args=({"dim0": 0, "dim1": 2}, {"dim0": -1, "dim1": -2})),
     row("squeeze", torch.squeeze, "1ab", args=({"dim": 0}, {"dim": 1}), refuses=VIEW),
