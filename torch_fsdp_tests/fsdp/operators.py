@@ -103,7 +103,7 @@ DIM: Sequence[Args] = ({"dim": 0}, {"dim": 1, "keepdim": True}, {"dim": -2})
 NOT_MEAN: Sequence[Args] = ({"reduction": "sum"}, {"reduction": "none"})
 REDUCTIONS: Sequence[Args] = ({"reduction": "mean"}, {"reduction": "sum"}, {"reduction": "none"})
 IS_PARTIAL = operator.attrgetter("is_partial")
-IN_PLACE = "in-place operations that require placement changes"
+IN_PLACE = "in-place operations that require placement changes|no valid sharding strategy for the input placements"
 UNEVEN = "cannot be evenly sharded"
 VIEW = "redistribut|Attempted to unbind"
 
@@ -492,6 +492,13 @@ MAKING = [
         "ab",
         has_gradient=False,
         args=({"shape": ()}, {"shape": (4, 4)}),
+        without=IS_PARTIAL,
+    ),
+    row(
+        "new_empty_strided",
+        lambda x: x.new_empty_strided(x.shape, x.stride()).fill_(3),
+        "ab",
+        has_gradient=False,
         without=IS_PARTIAL,
     ),
     row("new_empty", lambda x: x.new_empty(x.shape).fill_(3), "ab", has_gradient=False, without=IS_PARTIAL),

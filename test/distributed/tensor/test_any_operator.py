@@ -117,11 +117,14 @@ class OperatorMixin(TestCase):
             self.assertEqual(actual, expected, what)
             return
         self.assertIsInstance(actual, DTensor, what)
-        self.assertEqual((actual.shape, actual.dtype), (expected.shape, expected.dtype), f"global shape of {what}")
+        facts = [(each.shape, each.stride(), each.dtype) for each in (actual, expected)]
+        self.assertEqual(*facts, f"global shape and strides of {what}")
         self.assertEqual(actual.device_mesh, mesh)
         mine = part_of(expected.detach(), mesh, actual.placements)
         local = actual.to_local().detach()
         self.assertEqual(local, mine, f"{what}, as {actual.placements}", may_be=("empty", "zero", "small"))
+        if what.startswith("result") and actual.is_contiguous():  # loss_parallel permutes a gradient
+            self.assertTrue(local.is_contiguous(), f"{what} has gaps: strides of {local.stride()}")
 
 
 def _without_partial(value: Any) -> Any:
