@@ -249,7 +249,7 @@ REDUCING = [
     row("norm", torch.norm, "ab", refuses=IN_PLACE, args=({"p": 2, "dim": 1}, {"p": 1, "dim": 0, "keepdim": True})),
     row("normalize", F.normalize, "ab", refuses=IN_PLACE, args=({"dim": 1}, {"dim": 0, "p": 1.0})),
     row("cosine_similarity", F.cosine_similarity, "ab", "ab", refuses=IN_PLACE, args=({"dim": 1}, {"dim": 0})),
-    row("cumsum", torch.cumsum, "ab", args=({"dim": 0}, {"dim": 1})),
+    row("cumsum", torch.cumsum, "ab", args=({"dim": 0}, {"dim": 1}), without=_counts_from_the_end),
     row("softmax", torch.softmax, "ab", args=({"dim": 0}, {"dim": -1}), is_thorough=True),
     row("log_softmax", torch.log_softmax, "ab", args=({"dim": 0}, {"dim": -1})),
     row("topk", torch.topk, "ab", args=({"k": 1, "dim": 0}, {"k": 1})),
@@ -411,8 +411,9 @@ VIEWS = [
         lambda x, **args: torch.split(x, **args),
         "ab",
         args=({"split_size_or_sections": 2}, {"split_size_or_sections": 1, "dim": 1}),
+        is_thorough=True,
     ),
-    row("chunk", torch.chunk, "ab", args=({"chunks": 2}, {"chunks": 3, "dim": 1})),
+    row("chunk", torch.chunk, "ab", args=({"chunks": 2}, {"chunks": 3, "dim": 1}), is_thorough=True),
     row("unbind", torch.unbind, "2ab", args=({"dim": 0}, {"dim": 2}), refuses=VIEW),
     row("cat", lambda *each, dim: torch.cat(each, dim), "ab", "ab", args=({"dim": 0}, {"dim": 1})),
     row("cat of three", lambda *each, dim: torch.cat(each, dim), "ab", "cb", "1b", args=({"dim": 0}, {"dim": -2})),
@@ -664,8 +665,14 @@ def cases(row: OperatorRow, index: int, mesh: DeviceMesh) -> Iterator[list[Case]
 def _arguments(row: OperatorRow, first: int, mesh: DeviceMesh) -> Sequence[Args]:
     """All arguments of a row, or three of many, so that a cache that forgets an argument is asked for another value."""
     if len(row.args) <= 3 or (row.is_thorough and mesh.ndim == 1):
-        return row.args
-    return [row.args[(first + each) % len(row.args)] for each in range(3)]
+        chosen = row.args
+    else:
+        chosen = [row.args[(first + each) % len(row.args)] for each in range(3)]
+    ndim = len(_letters(row.inputs[0]))
+    from_the_end = [
+        {**args, "dim": args["dim"] - ndim} for args in chosen if isinstance(args.get("dim"), int) and args["dim"] >= 0
+    ]
+    return [*chosen, *from_the_end]
 
 
 def enough(kind: str, row: OperatorRow, index: int, mesh: DeviceMesh) -> int:
@@ -753,6 +760,11 @@ KNOWN: Sequence[Known] = [
         row("argmax", lambda x: torch.argmax(x, -2), "ab", has_gradient=False),
         (_S0,),
         error="is invalid for input of size",
+    ),
+    Known(
+        "each rank adds up its own shard if the dimension of cumsum counts from the end (scan_strategy)",
+        row("cumsum", lambda x: torch.cumsum(x, -1), "ab"),
+        (_S1,),
     ),
     Known(
         "backward of select shifts all shards if its dimension counts from the end (select_backward_strategy)",
