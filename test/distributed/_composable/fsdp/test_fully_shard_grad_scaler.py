@@ -7,6 +7,7 @@ with all ranks. Otherwise some ranks would step while others skip, and the model
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -279,6 +280,34 @@ class TestFullyShardGradientScaler(FSDPTest):
             self._check_on_all_ranks(scale=(scaler.get_scale(), scale_after))
         states = [optimizer.state[param] for param in model.parameters()]
         self.assertEqual([state["step"].item() for state in states], [2, 2])
+
+    def _scales(self, scaler: GradScaler, model: nn.Sequential, infinite: Sequence[bool]) -> list[float]:
+        """The scale after each step. In the ``infinite`` ones, a gradient of one rank is infinite."""
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        scales = []
+        for has_inf in infinite:
+            optimizer.zero_grad()
+            scaler.scale(model(self._inputs(self.rank, 4, 4)).sum()).backward()
+            if has_inf and self.rank == 1:
+                local_grad(model[0].weight)[0, 0] = math.inf
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        return scales
+
+    @skip_if_lt_x_gpu(4)
+    @subtests(before=[0, 2, 4], is_used=[True, False])
+    def test_loaded_state(self, before, is_used):
+        """A scaler that loads a state has the scales of the saved one from then on, even if it is in use."""
+        model = self._sharded(self._two_linears())
+        saved = self._scaler(growth_interval=3, growth_factor=4.0, backoff_factor=0.25)
+        self._scales(saved, model, [False] * before)
+        loaded = self._scaler()
+        if is_used:
+            self._scales(loaded, model, [True, False])
+        loaded.load_state_dict(saved.state_dict())
+        following = [False, False, True, False, False, False]
+        self.assertEqual(self._scales(loaded, model, following), self._scales(saved, model, following))
 
 
 if __name__ == "__main__":
