@@ -16,12 +16,14 @@ from torch_fsdp_tests.fsdp.pipelines import (
     LOOPED,
     MICROBATCHES,
     SCHEDULES,
+    SINGLE,
     SPLIT_BACKWARD,
     V_SHAPED,
     Batch,
     Block,
     Carrying,
     Conditioned,
+    Counting,
     Pipeline,
     PipelineMixin,
     microbatched,
@@ -43,7 +45,12 @@ WRAPS = {
     "replicate": lambda stage, **kwargs: replicate_each(units_of(stage), **kwargs),
 }
 # The models that are split into stages.
-KINDS = {"plain": nn.Sequential, "with a keyword": Conditioned, "with an unused input": Carrying}
+KINDS = {
+    "plain": nn.Sequential,
+    "with a keyword": Conditioned,
+    "with an unused input": Carrying,
+    "with integers": Counting,
+}
 # For the first and the second step: whether losses and outputs are requested.
 REQUESTS = {
     "all": [(True, True), (True, True)],
@@ -54,7 +61,15 @@ REQUESTS = {
 
 
 def is_valid(
-    schedule: str, per_rank: int, wrap: str, ranks: str, requests: str, between: str, microbatches: int, **others: Any
+    schedule: str,
+    per_rank: int,
+    wrap: str,
+    ranks: str,
+    requests: str,
+    between: str,
+    microbatches: int,
+    has_shapes: bool,
+    kind: str,
 ) -> bool:
     """Whether torch supports the combination. The known defects are tested elsewhere.
 
@@ -64,8 +79,11 @@ def is_valid(
     return all(
         (
             per_rank == 2 if schedule in V_SHAPED else schedule in LOOPED or per_rank == 1,
+            not (has_shapes and kind == "with integers"),  # the shapes are those of floating-point numbers
             microbatches >= MICROBATCHES or schedule not in ("Schedule1F1B", "ScheduleDualPipeV"),
             not (wrap == "FSDP2 that reshards" and schedule in SPLIT_BACKWARD),
+            # FSDP2 returns a view of an input that forward returns, which a split backward cannot detach.
+            not (kind == "with an unused input" and schedule in SPLIT_BACKWARD and wrap != "nothing"),
             # In eval, a stage that passes activations to one on the same rank still asks for their gradients.
             not (between == "eval" and (has_neighbors or schedule in V_SHAPED)),
             wrap != "replicate" or torch_facts.REPLICATES_WITHOUT_SHARDS,
@@ -74,6 +92,10 @@ def is_valid(
             requests != "losses of the first" or torch_facts.CAN_LEAVE_OUT_PIPELINE_OUTPUTS,
         )
     )
+
+
+def _fail(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    raise RuntimeError("broken")
 
 
 @needs(torch_facts.PIPELINE_START_MESSAGES_MATCH)
@@ -142,6 +164,24 @@ class TestAnySchedule(PipelineMixin, FSDPTest):
                 output = pipeline.eval(batch, **keywords)
                 self.assertEqual(output, expected if self._has_last(pipeline) else None)
                 self.assertEqual({param.grad for param in pipeline.modules.parameters()}, {None})
+
+    @skip_if_lt_x_gpu(2)
+    @subtests(schedule=SINGLE, has_shapes=[True, False])
+    def test_step_after_failed_eval(self, schedule, has_shapes):
+        """If a forward in ``eval`` raises, the next step computes gradients as ever."""
+        mesh = self._mesh(2, 1, names=("data", "pipeline"))
+        plain = nn.Sequential(Block(hidden=3)).to(self.device)
+        wrap = functools.partial(WRAPS["FSDP2"], mesh=mesh["data"])
+        dtype = torch.float32 if has_shapes else None
+        pipeline = Pipeline(schedule, plain, mesh.get_group("pipeline"), wrap, dtype)
+        broken = pipeline.modules[0].register_forward_pre_hook(_fail)
+        with self.assertRaisesRegex(RuntimeError, "broken|failed to run forward"):
+            pipeline.eval(self._batch())
+        broken.remove()
+        batch = self._batch()
+        self._check_step(pipeline, plain, batch, {}, {})
+        average_gradients(plain, mesh.get_group("data"))
+        self._check_parts(pipeline)
 
     def _has_last(self, pipeline: Pipeline) -> bool:
         return pipeline.num_stages - 1 in pipeline.indices
