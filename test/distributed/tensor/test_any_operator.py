@@ -117,8 +117,8 @@ class OperatorMixin(TestCase):
             self.assertEqual(actual, expected, what)
             return
         self.assertIsInstance(actual, DTensor, what)
-        facts = [(each.shape, each.stride(), each.dtype) for each in (actual, expected)]
-        self.assertEqual(*facts, f"global shape and strides of {what}")
+        found, right = ((each.shape, each.stride(), each.dtype) for each in (actual, expected))
+        self.assertEqual(found, right, f"global shape and strides of {what}")
         self.assertEqual(actual.device_mesh, mesh)
         mine = part_of(expected.detach(), mesh, actual.placements)
         local = actual.to_local().detach()

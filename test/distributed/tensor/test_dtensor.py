@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_fsdp_tests.common_distributed import needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import run_tests
@@ -118,6 +119,16 @@ class TestDistributedTensors(TestMixin):
             local = (other if self.rank == 1 else torch.zeros(2, 2)).to(self.device)
             with self.assertRaises((ValueError, RuntimeError)):
                 DTensor.from_local(local, make_mesh(4), [Replicate()], run_check=True)
+
+    @with_comms
+    @skip_if_lt_x_gpu(4)
+    def test_counted_collectives(self):
+        """A ``CommDebugMode`` that is entered again counts from zero."""
+        tensor, mode = self._sharded(make_mesh(4), [Shard(0)], 8), CommDebugMode()
+        for _ in range(2):
+            with mode:
+                tensor.full_tensor()
+            self.assertEqual(mode.get_total_counts(), 1)
 
 
 class TestGradients(TestMixin):
