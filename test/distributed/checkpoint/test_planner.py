@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import os
 import tempfile
@@ -200,6 +201,18 @@ class TestFiles(TestCase):
         }[keys if isinstance(keys, str) else " ".join(sorted(keys))]
         actual = state_dict_loader._load_state_dict_from_keys(keys, checkpoint_id=path)
         self.assertEqual(actual, expected, **EXACT)
+
+    @subtests(depth=[1, 2, 3, 4])
+    def test_keys_at_any_depth(self, depth):
+        """A key loads what is below it, and nothing beside it, at any depth."""
+        path, names = str(self.path / str(depth)), ["a", "b", "c", "d"][:depth]
+        saved: Any = {"e": torch.arange(3.0), "f": 2}
+        whole = copy.deepcopy(saved)
+        for name in reversed(names):
+            saved, whole = {name: saved}, {name: whole, "beside": torch.zeros(1)}
+        dcp.save(whole, checkpoint_id=path)
+        actual = state_dict_loader._load_state_dict_from_keys(".".join(names), checkpoint_id=path)
+        self.assertEqual(actual, saved, **EXACT)
 
     def test_storages_that_are_used_again(self):
         """A writer and a reader go to the ``checkpoint_id`` of each call."""

@@ -87,6 +87,18 @@ class TestStateDictOptions(StateDictOptionsTest):
             self.assertEqual([group.get("lr") for group in optim.param_groups], [0.5, kept])
 
     @skip_if_lt_x_gpu(2)
+    @subtests(options=[StateDictOptions(), FULL])
+    def test_group_of_frozen_parameters(self, options):
+        """The settings of a group are also loaded if all of its parameters are frozen."""
+        model = self._layers(self._plain())
+        model[1].requires_grad_(False)
+        groups = [{"params": [*layer.parameters()], "lr": lr} for layer, lr in zip(model, (0.5, 0.25))]
+        osd = get_optimizer_state_dict(model, torch.optim.Adam(groups), options=options)
+        optim = torch.optim.Adam([{"params": [*layer.parameters()]} for layer in model], lr=0.1)
+        set_optimizer_state_dict(model, optim, osd, options=options)
+        self.assertEqual([group["lr"] for group in optim.param_groups], [0.5, 0.25])
+
+    @skip_if_lt_x_gpu(2)
     def test_groups_of_stateless_optimizer(self):
         """The settings are loaded into the groups with the same parameters, in any order of the groups."""
         model = self._layers(self._plain())

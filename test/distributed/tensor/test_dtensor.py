@@ -244,17 +244,24 @@ class TestModules(TestMixin):
     @skip_if_lt_x_gpu(4)
     @subtests(mesh=["1-D", "rows of 2-D"], partition=[None, _partition], frozen=[False, True])
     def test_distribute_module(self, mesh, partition, frozen):
-        """All parameters and buffers become DTensors of the first rank's values. Frozen ones stay frozen."""
+        """All parameters and buffers become DTensors of the first rank's values. Frozen ones stay frozen.
+
+        A buffer that is not in the state dict stays out of it.
+        """
         mesh = MESHES[mesh]()
-        model = filled(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), seed=self.rank).to(self.device)
+        first = int(mesh.mesh[0])
+        model, plain = (
+            filled(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), seed=seed).to(self.device)
+            for seed in (self.rank, first)
+        )
+        for each, seed in ((model, self.rank), (plain, first)):
+            each[1].running_mean.fill_(1.0 + seed)
+            each[0].register_buffer("cache", torch.full((2,), 3.0 + seed, device=self.device), persistent=False)
         for param in model.parameters():
             param.requires_grad_(not frozen)
-        model[1].running_mean.fill_(1.0 + self.rank)
         distribute_module(model, mesh, partition)
-        first = int(mesh.mesh[0])
-        plain = filled(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), seed=first).to(self.device)
-        plain[1].running_mean.fill_(1.0 + first)
         self.assertEqual({name: value.full_tensor() for name, value in model.state_dict().items()}, plain.state_dict())
+        self.assertEqual(model[0].cache.full_tensor(), plain[0].cache)
         is_sharded = {name for name, value in model.state_dict().items() if value.placements == (Shard(0),)}
         self.assertEqual(is_sharded, {"0.weight"} if partition else set(), may_be="empty")
         self.assertEqual([param.requires_grad for param in model.parameters()], [not frozen] * 4)

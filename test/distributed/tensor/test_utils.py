@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import local_map
+from torch.nn import functional as F
 
 from torch_fsdp_tests.common_distributed import MultiProcessTestCase, at_most, needs, skip_if_lt_x_gpu
 from torch_fsdp_tests.common_utils import run_tests
@@ -265,6 +266,27 @@ class TestLocalMap(DTensorTestBase):
         with torch_defect("dtensor_local_map_of_uneven_shards_has_wrong_shape", when=rows % 2 == 1):
             self.assertEqual(double(weight).shape, plain.weight.shape)
             self.assertEqual(double(weight).full_tensor(), 2 * plain.weight)
+
+    @with_comms
+    @skip_if_lt_x_gpu(2)
+    @subtests(is_decorator=[False, True])
+    def test_gradient_placements(self, is_decorator):
+        """``in_grad_placements`` says that the gradient of a replicated weight is a partial sum over the rows."""
+        mesh, rows = make_mesh(2), torch.arange(8.0, device=self.device).view(4, 2)
+        plain = filled(nn.Linear(2, 3, bias=False)).to(self.device)
+        weight = distribute_tensor(plain.weight.detach(), mesh, [Replicate()]).requires_grad_()
+        arguments = {
+            "out_placements": [Shard(0)],
+            "in_placements": ([Shard(0)], [Replicate()]),
+            "in_grad_placements": ([Shard(0)], [Partial()]),
+            "device_mesh": mesh,
+        }
+        call = local_map(**arguments)(F.linear) if is_decorator else local_map(F.linear, **arguments)
+        output = call(distribute_tensor(rows, mesh, [Shard(0)]), weight)
+        self.assertEqual(output.full_tensor(), plain(rows))
+        output.square().sum().backward()
+        plain(rows).square().sum().backward()
+        self.assertEqual(weight.grad.full_tensor(), plain.weight.grad)
 
 
 class TestRedistribute(DTensorTestBase):
