@@ -122,14 +122,10 @@ class TestAnyChunks(TestCase):
         """
         mask, x = document_mask(rows), numbers(max(rows, 4), 2)
         args, kwargs = split_args_kwargs_into_chunks((x,), {"mask": mask}, count)
-        sees, blocks = visible(mask, rows), mask.to_dense()
-        for (part,), keyword, right, shown in zip(
-            args,
-            kwargs,
-            pieces(sees, count) if rows > 1 else [sees] * count,
-            pieces(blocks, count) if rows > 1 else [blocks] * count,
-            strict=True,
-        ):
+        sees, blocks = (
+            pieces(whole, count) if rows > 1 else [whole] * count for whole in (visible(mask, rows), mask.to_dense())
+        )
+        for (part,), keyword, right, shown in zip(args, kwargs, sees, blocks, strict=True):
             self.assertEqual(len(right), len(part) if rows > 1 else 1)
             self.assertEqual(visible(keyword["mask"], len(right)), right)
             self.assertEqual(keyword["mask"].to_dense(), shown)

@@ -103,7 +103,7 @@ DIM: Sequence[Args] = ({"dim": 0}, {"dim": 1, "keepdim": True}, {"dim": -2})
 NOT_MEAN: Sequence[Args] = ({"reduction": "sum"}, {"reduction": "none"})
 REDUCTIONS: Sequence[Args] = ({"reduction": "mean"}, {"reduction": "sum"}, {"reduction": "none"})
 IS_PARTIAL = operator.attrgetter("is_partial")
-IN_PLACE = "in-place operations that require placement changes|no valid sharding strategy for the input placements"
+IN_PLACE = "in-place operations that require placement changes"
 UNEVEN = "cannot be evenly sharded"
 VIEW = "redistribut|Attempted to unbind"
 
@@ -194,7 +194,14 @@ POINTWISE = [
     _written(torch.Tensor.copy_, "ab", "ab", name="copy_"),
     _written(torch.Tensor.fill_, "ab", name="fill_", args=({"value": 3.0},), has_gradient=False),
     _written(lambda x: x.zero_() + 1, "ab", name="zero_", has_gradient=False),
-    _written(lambda x, y: torch.maximum(x, y, out=x), "ab", "ab", name="maximum.out", has_gradient=False),
+    row(
+        "maximum.out",
+        lambda x, y: torch.maximum(x, y, out=x.clone()),
+        "ab",
+        "ab",
+        has_gradient=False,
+        refuses=f"{IN_PLACE}|no valid sharding strategy for the input placements",  # the second since 2.14
+    ),
 ]
 
 REDUCING = [
@@ -770,7 +777,7 @@ KNOWN: Sequence[Known] = [
         "backward of select shifts all shards if its dimension counts from the end (select_backward_strategy)",
         row("select", lambda x: torch.select(x, -1, 1), "abc"),
         (_S1,),
-        error="size",  # each device says it in its own words
+        error="must match the size of tensor b",
     ),
     Known(
         "index_put takes a mask for indices into one dimension (_tensor_ops.py), so Rprop raises",

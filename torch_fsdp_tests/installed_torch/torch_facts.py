@@ -128,10 +128,25 @@ def _find(module: str, path: str) -> Any:
     return functools.reduce(getattr, rest, getattr(torch_names.module(module), head))
 
 
+def _owner(module: str, path: str) -> Any:
+    """What has the last name of ``path``. The names before it must exist, or this raises."""
+    owner = path.rpartition(".")[0]
+    return _find(module, owner) if owner else importlib.import_module(module)
+
+
 def _has(module: str, path: str) -> Callable[[], bool]:
-    """A probe for the last name of ``path``. The names before it must exist, or the probe fails."""
-    owner, _, name = path.rpartition(".")
-    return lambda: hasattr(_find(module, owner) if owner else importlib.import_module(module), name)
+    """A probe for the last name of ``path``."""
+    return lambda: hasattr(_owner(module, path), path.rpartition(".")[2])
+
+
+def _uses(module: str, path: str, name: str, if_gone: bool = False) -> Callable[[], bool]:
+    """A probe for a name that a function uses. It is ``if_gone`` without the function."""
+
+    def probe() -> bool:
+        function = getattr(_owner(module, path), path.rpartition(".")[2], None)
+        return if_gone if function is None else name in function.__code__.co_names
+
+    return probe
 
 
 def _takes(module: str, path: str, parameter: str) -> Callable[[], bool]:
@@ -360,15 +375,10 @@ STATE_DICTS_USE_FSDP1_GROUP = Fact(
 
 _PIPELINING = "torch.distributed.pipelining."
 
-
-def _starts_pipelines_with_float32() -> bool:
-    """Whether a pipeline's first messages are float32, as receivers expect. Versions without the method send none."""
-    start = getattr(_find(_PIPELINING + "stage", "PipelineStage"), "_get_init_p2p_neighbors_ops", None)
-    return start is None or "float32" in start.__code__.co_names
-
-
 PIPELINE_START_MESSAGES_MATCH = Fact(
-    (2, 10), "starts a pipeline with messages of the size that the receivers expect", _starts_pipelines_with_float32
+    (2, 10),
+    "starts a pipeline with messages of the size that the receivers expect",
+    _uses(_PIPELINING + "stage", "PipelineStage._get_init_p2p_neighbors_ops", "float32", if_gone=True),
 )
 PIPELINES_SEND_NOTHING_TO_THEMSELVES = Fact(
     (2, 12),
@@ -388,14 +398,6 @@ CAN_LEAVE_OUT_PIPELINE_OUTPUTS = Fact(
     "can leave out the outputs of a pipeline's step",
     _takes(_PIPELINING + "schedules", "PipelineScheduleSingle.step", "return_outputs"),
 )
-
-
-def _splits_with(name: str) -> bool:
-    """Whether a name is in the function that splits a tensor into microbatches. Older versions lack the function."""
-    split = getattr(importlib.import_module(_PIPELINING + "microbatch"), "_split_tensor", None)
-    return split is not None and name in split.__code__.co_names
-
-
 SPLITS_CONTAINERS = Fact(
     (2, 10),
     "splits containers, and masks of flex attention, into the microbatches of a pipeline",
@@ -404,10 +406,12 @@ SPLITS_CONTAINERS = Fact(
 RETAINS_GRADIENTS_OF_CHUNKS = Fact(
     (2, 12),
     "retains the gradients of a pipeline's microbatches if the batch is a leaf",
-    lambda: _splits_with("retain_grad"),
+    _uses(_PIPELINING + "microbatch", "_split_tensor", "retain_grad"),
 )
 KNOWS_SHAPES_OF_DTENSOR_CHUNKS = Fact(
-    (2, 13), "knows the shapes of the microbatches of an unevenly sharded DTensor", lambda: _splits_with("divmod")
+    (2, 13),
+    "knows the shapes of the microbatches of an unevenly sharded DTensor",
+    _uses(_PIPELINING + "microbatch", "_split_tensor", "divmod"),
 )
 WAITS_FOR_GRADIENTS_BY_ACTION = Fact(
     (2, 15),

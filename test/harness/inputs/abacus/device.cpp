@@ -730,6 +730,7 @@ thread_local bool host_computes = false; // for a device that works at once: the
 // Copies to and from pinned memory may be late. The host waits for other copies from and to it.
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   last_operator = "aten::_copy_from";
+  at::infer_size(to.sizes(), from.sizes()); // raises as other devices do
   TORCH_CHECK(
       at::is_expandable_to(from.sizes(), to.sizes()), "a tensor of the sizes ", from.sizes(), " cannot be copied to ",
       to.sizes());
